@@ -26,6 +26,7 @@ FAMILIES = {
     "qwen3_5_moe": "`qwen3_5_moe`",
     "deepseek_v32": "`deepseek_v32`",
     "glm_moe_dsa": "`glm_moe_dsa`",
+    "deepseek_v4": "`deepseek_v4`",
 }
 """Key of a family -> the model types of its config.json, the rows of the table."""
 

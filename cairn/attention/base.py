@@ -145,9 +145,7 @@ class GqaBackend(AttentionBackend):
 
     def place(self, layer: int, plan: StepPlan) -> PagePlace:
         """Page table and locations of a layer."""
-        group = self.pools.schema.group_of[layer]
-        assert group is not None
-        return plan.batch.places[group]
+        return plan.batch.places[self.pools.schema.group_of[layer]["k"]]
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """The layer's keys and values, each [pages, h_kv, S, d]."""

@@ -41,12 +41,12 @@ class IndexInputs:
 
     Attributes:
         q: [T, Hi, D], rotated queries.
-        k: [T, D], the normed and rotated key of each token.
+        k: [T, D], the normed and rotated key of each token; None: keys are those of entries.
         weights: [T, Hi] float32, of the heads; factors of the scores are in them.
     """
 
     q: Tensor
-    k: Tensor
+    k: Tensor | None
     weights: Tensor
 
 
@@ -85,3 +85,55 @@ class GatedDeltaInputs:
     conv_weight: Tensor
     a_log: Tensor
     dt_bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """How entries are made of inputs, see `cairn.ops.compress_windows`.
+
+    Attributes:
+        bias: [m, w] float32.
+        norm: [d].
+        eps: of the norm.
+        cos_sin: [T, dr] float32, angles of the first token of the window that each token closes.
+    """
+
+    bias: Tensor
+    norm: Tensor
+    eps: float
+    cos_sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EntryInputs:
+    """Of the entries of compressed attention.
+
+    Attributes:
+        inputs: [T, F] float32, of which entries are made: 2 w numbers for their own compression,
+            then those of index keys.
+        compression: of entries.
+        index: queries and weights of an indexer; None: there is none.
+        index_compression: of its keys.
+    """
+
+    inputs: Tensor
+    compression: Compression
+    index: IndexInputs | None = None
+    index_compression: Compression | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedInputs:
+    """Of compressed attention.
+
+    Attributes:
+        q: [T, H, D], normed and rotated.
+        kv: [T, D], the normed and rotated record of each token.
+        sink: [H] float32, e^sink is added to the sum that shares are divided by.
+        entries: of a layer that has them.
+    """
+
+    q: Tensor
+    kv: Tensor
+    sink: Tensor
+    entries: EntryInputs | None = None

@@ -65,10 +65,7 @@ class MlaBackend(AttentionBackend):
 
     def __init__(self, pools: CachePools, layers: Mapping[int, MlaSpec]) -> None:
         super().__init__(pools, layers)
-        groups = {pools.schema.group_of[layer] for layer in layers}
-        (group,) = groups
-        assert group is not None
-        self._group = group
+        (self._group,) = {pools.schema.group_of[layer][RECORD] for layer in layers}
         self._index = {
             layer: IndexFormat.of(found, spec.indexer.head_dim)
             for layer, spec in self.layers.items()
@@ -107,6 +104,7 @@ class MlaBackend(AttentionBackend):
             inputs = _without_first(inputs, plan.batch.slot)
         ops.mla_kv_store(inputs.latent, inputs.k_pe, records, place.location)
         if inputs.index is not None:
+            assert inputs.index.k is not None
             self._store(layer, inputs.index.k, place.location)
         if spec.topk is None or plan.width <= spec.topk:
             o, lse = ops.paged_mla(
@@ -169,7 +167,7 @@ def _without_first(inputs: MlaInputs, slot: Tensor) -> MlaInputs:
     """Of a draft layer, those of a step's slots."""
     latent, k_pe = (cleared(lines, slot) for lines in (inputs.latent, inputs.k_pe))
     index = inputs.index
-    if index is not None:
+    if index is not None and index.k is not None:
         index = replace(index, k=cleared(index.k, slot))
     return replace(inputs, latent=latent, k_pe=k_pe, index=index)
 

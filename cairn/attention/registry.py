@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cairn.attention.base import AttentionBackend
 from cairn.attention.batch import Batch, StepRows
+from cairn.attention.compressed import CompressedBackend
 from cairn.attention.cuts import WHOLE, Cuts, Cutter
 from cairn.attention.dense import DenseBackend
 from cairn.attention.gated_delta import GatedDeltaBackend
@@ -19,7 +20,14 @@ from cairn.specs.model import MixerSpec
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend
-    for backend in (DenseBackend, WindowBackend, HsaBackend, MlaBackend, GatedDeltaBackend)
+    for backend in (
+        DenseBackend,
+        WindowBackend,
+        HsaBackend,
+        MlaBackend,
+        GatedDeltaBackend,
+        CompressedBackend,
+    )
 }
 
 

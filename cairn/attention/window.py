@@ -29,7 +29,8 @@ class WindowBackend(GqaBackend):
     @classmethod
     def needs(cls, spec: GqaSpec, form: PageFormat) -> LayerSchema:
         """Keys and values, under the window alone."""
-        return replace(super().needs(spec, form), window=spec.window)
+        pages = super().needs(spec, form).pages
+        return LayerSchema(tuple(replace(entry, window=spec.window) for entry in pages))
 
     def run(self, layer: int, inputs: GqaInputs, plan: StepPlan) -> Tensor:
         """Attend over the window of each query: -> [T, h_q, d] in q's dtype."""

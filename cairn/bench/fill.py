@@ -57,8 +57,10 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
 
 def _fill(pools: CachePools, group: int, pages: Sequence[int]) -> None:
     """Write pages of one group in all layers."""
-    for layer, own in zip(pools.pages, pools.schema.group_of, strict=True):
-        for name, tensor in layer.items() if own == group else ():
+    for layer, groups in zip(pools.pages, pools.schema.group_of, strict=True):
+        for name, tensor in layer.items():
+            if groups[name] != group:
+                continue
             index = torch.tensor(pages, dtype=torch.int64, device=tensor.device)
             if name in (RECORD, INDEX_KEY) and is_quantized(tensor):
                 # Random bytes in this range decode to values and scales of moderate size.

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from cairn.bench import compressed_roofline
 from cairn.specs.backends import DENSE
+from cairn.specs.compressed import CompressedSpec
 from cairn.specs.ffn import DenseFfn, FfnSpec
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
@@ -161,6 +163,8 @@ def _read_parameters(spec: ModelSpec, layer: LayerSpec, tokens: int) -> float:
 
 def _mixer_parameters(spec: ModelSpec, mixer: MixerSpec) -> int:
     hidden = spec.hidden_size
+    if isinstance(mixer, CompressedSpec):
+        return compressed_roofline.parameters(mixer, hidden)
     if isinstance(mixer, GatedDeltaSpec):
         values = mixer.value_heads * mixer.value_dim
         return hidden * (mixer.conv_channels + 2 * values + 2 * mixer.value_heads)
@@ -212,6 +216,8 @@ def _query_bytes(
         # Where a row is short, nothing is scored.
         scored = slots + 1 if seen < slots + 1 else 0
         return record * (seen + 1) + key * (scored + 1)
+    if isinstance(mixer, CompressedSpec):
+        return compressed_roofline.query_bytes(mixer, slots, size)
     head = mixer.head_dim + 1 if quantized else mixer.head_dim * size
     pair = 2 * mixer.num_kv_heads * head
     if not isinstance(mixer, HilsSpec) or not mixer.selects or not spec.page_size:
@@ -243,6 +249,8 @@ def _mixing_flops(spec: ModelSpec, mixer: MixerSpec, slots: int) -> float:
             keys = _visible(slots, None)
             total += 2.0 * mixer.indexer.num_heads * mixer.indexer.head_dim * keys
         return total
+    if isinstance(mixer, CompressedSpec):
+        return compressed_roofline.mixing_flops(mixer, slots)
     query = mixer.num_heads * mixer.head_dim
     if not isinstance(mixer, HilsSpec) or not mixer.selects or not spec.page_size:
         return 4.0 * query * _visible(slots, _window(mixer))

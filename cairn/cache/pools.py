@@ -66,8 +66,11 @@ class CachePools:
         self.nbytes = pages + self.num_states * schema.row_bytes
         try:
             self.pages = [
-                {entry.name: self._field(entry, self._count(i), device) for entry in layer.pages}
-                for i, layer in enumerate(schema.layers)
+                {
+                    entry.name: self._field(entry, self._count(groups[entry.name]), device)
+                    for entry in layer.pages
+                }
+                for layer, groups in zip(schema.layers, schema.group_of, strict=True)
             ]
             self.rows = [
                 {entry.name: self._field(entry, self.num_states, device) for entry in layer.rows}
@@ -99,9 +102,10 @@ class CachePools:
 
     def tensors(self, group: int | None = None) -> Iterator[Tensor]:
         """The tensors of all page fields, or of one page group's."""
-        for layer, own in zip(self.pages, self.schema.group_of, strict=True):
-            if group in (None, own):
-                yield from layer.values()
+        for layer, groups in zip(self.pages, self.schema.group_of, strict=True):
+            for name, tensor in layer.items():
+                if group in (None, groups[name]):
+                    yield tensor
 
     def states(self) -> Iterator[Tensor]:
         """The tensors of all row fields."""
@@ -113,9 +117,7 @@ class CachePools:
         for state in self.states():
             state[targets] = state[sources]
 
-    def _count(self, layer: int) -> int:
-        group = self.schema.group_of[layer]
-        assert group is not None
+    def _count(self, group: int) -> int:
         return self.sizes.pages[group] + self.spare
 
     def _field(self, entry: PageField | RowField, count: int, device: torch.device | str) -> Tensor:

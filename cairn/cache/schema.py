@@ -1,16 +1,17 @@
 """What layers keep: fields by page and fields by sequence. Pools, bytes and tables follow from it.
 
-Layers that keep their pages equally long share a *page group*: one pool size, one page table. There
-are two at most: pages that stay as long as their sequence, and pages of layers that look at a
-window alone (`cairn.cache.window`). State of a sequence (`RowField`) is kept at page borders as
-*snapshots* so that a cached prefix can be resumed (`cairn.cache.states`).
+Fields that are kept equally long share a *page group*: one pool size, one page table. There are two
+at most: pages that stay as long as their sequence, and pages of fields of which queries read a
+window alone (`cairn.cache.window`). A layer may have fields in both. State of a sequence
+(`RowField`) is kept at page borders as *snapshots* so that a cached prefix can be resumed
+(`cairn.cache.states`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +33,7 @@ class PageField:
         dtype: of its numbers.
         summary: it sums the page up; it does not grow with the page's slots.
         layout: how the numbers of a page lie; nothing in them tells one from another.
+        window: slots that queries read, their own included; None: any of their sequence.
     """
 
     name: str
@@ -39,6 +41,7 @@ class PageField:
     dtype: torch.dtype
     summary: bool = False
     layout: str = LINEAR
+    window: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,17 +76,10 @@ class LayerSchema:
     Attributes:
         pages: by page.
         rows: by sequence.
-        window: slots that queries look at, their own included; None: any of their sequence.
     """
 
     pages: tuple[PageField, ...] = ()
     rows: tuple[RowField, ...] = ()
-    window: int | None = None
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page."""
-        return sum(entry.nbytes for entry in self.pages)
 
     @property
     def row_bytes(self) -> int:
@@ -132,10 +128,10 @@ class PageFormat:
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
-    """Layers whose pages are kept equally long.
+    """Fields that are kept equally long.
 
     Attributes:
-        layers: their numbers.
+        layers: numbers of the layers that have such fields.
         page_bytes: bytes of a page over all of them.
         reach: pages before its own that a query touches at most; None: all of its sequence.
     """
@@ -154,7 +150,7 @@ class CacheSchema:
 
     Attributes:
         groups: the page groups, at least one; one with `reach` comes behind one without.
-        group_of: by layer, the index of its group; None for a layer without pages.
+        group_of: by layer, the group of each of its page fields, by their names.
         row_bytes: bytes of one sequence's state over all layers.
     """
 
@@ -162,20 +158,19 @@ class CacheSchema:
         self.layers = tuple(layers)
         self.page_size = page_size
         self.row_bytes = sum(layer.row_bytes for layer in layers)
-        paged = [i for i, layer in enumerate(layers) if layer.pages]
-        whole = [i for i in paged if layers[i].window is None]
-        # If every layer has a window, their pages are kept: the prefix cache needs pages to hold.
-        windowed = [i for i in paged if i not in whole] if whole else []
-        first = whole or paged
+        fields = [entry for layer in layers for entry in layer.pages]
+        # If every field has a window, their pages are kept: the prefix cache needs pages to hold.
+        apart = any(entry.window is None for entry in fields)
+        self.group_of = tuple(
+            {entry.name: int(apart and entry.window is not None) for entry in layer.pages}
+            for layer in layers
+        )
         # A group even without layers: the prefix tree identifies prefixes by pages.
-        groups = [PageGroup(tuple(first), self._bytes(first))]
-        if windowed:
-            widest = max(layers[i].window or 1 for i in windowed)
-            reach = -((1 - widest) // page_size)
-            groups.append(PageGroup(tuple(windowed), self._bytes(windowed), reach))
+        groups = [self._group(0)]
+        windows = [entry.window for entry in fields if entry.window is not None]
+        if apart and windows:
+            groups.append(replace(self._group(1), reach=-((1 - max(windows)) // page_size)))
         self.groups = tuple(groups)
-        own: dict[int, int] = {i: number for number, g in enumerate(groups) for i in g.layers}
-        self.group_of = tuple(own.get(i) for i in range(len(layers)))
 
     @property
     def reach(self) -> int | None:
@@ -193,5 +188,11 @@ class CacheSchema:
         fields = (entry for layer in self.layers for entry in layer.pages)
         return sum(entry.nbytes for entry in fields if entry.summary)
 
-    def _bytes(self, layers: Sequence[int]) -> int:
-        return sum(self.layers[i].page_bytes for i in layers)
+    def _group(self, number: int) -> PageGroup:
+        """A group without its reach."""
+        layers, count = [], 0
+        for i, (layer, groups) in enumerate(zip(self.layers, self.group_of, strict=True)):
+            own = [entry.nbytes for entry in layer.pages if groups[entry.name] == number]
+            layers += [i] if own else []
+            count += sum(own)
+        return PageGroup(tuple(layers), count)

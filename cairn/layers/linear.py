@@ -129,6 +129,7 @@ class GatedLinear(Linear):
         in_features, out_features: widths.
         names: of the matrices A and B in a checkpoint.
         activation: silu, or gelu's approximation by tanh.
+        limit: A x is at most that, B x lies between minus that and that; 0: no limit.
         dtype: of activations.
         scheme: how the matrix is kept.
     """
@@ -140,17 +141,21 @@ class GatedLinear(Linear):
         names: tuple[str, str] = ("gate_proj", "up_proj"),
         *,
         activation: Activation = "silu",
+        limit: float = 0.0,
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
     ) -> None:
         parts = [Rows(name, out_features) for name in names]
         super().__init__(in_features, parts, dtype=dtype, scheme=scheme)
-        self.activation = activation
+        self.activation, self.limit = activation, limit
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [T, in], normed first if there is a norm, -> [T, out], in x's dtype."""
         if self.activation == "gelu_tanh":
             gated: Tensor = ops.gelu_tanh_and_mul(super().forward(x, norm))
+            return gated
+        if self.limit:
+            gated = ops.silu_and_mul_clamp(super().forward(x, norm), self.limit)
             return gated
         return self.scheme.gated(self, x, norm)
 

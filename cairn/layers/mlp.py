@@ -27,13 +27,19 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up = GatedLinear(
-            hidden, spec.intermediate, activation=spec.activation, dtype=dtype, scheme=scheme
+            hidden,
+            spec.intermediate,
+            (spec.names.gate, spec.names.up),
+            activation=spec.activation,
+            limit=spec.limit,
+            dtype=dtype,
+            scheme=scheme,
         )
-        down = [Rows("down_proj", hidden)]
+        down = [Rows(spec.names.down, hidden)]
         self.down = Linear(spec.intermediate, down, dtype=dtype, scheme=scheme)
 
     def weights(self, source: Source) -> list[Weight]:
-        """gate_proj, up_proj and down_proj."""
+        """The three matrices."""
         return self.gate_up.weights(source) + self.down.weights(source)
 
     def forward(self, h: Hidden) -> Delta:

@@ -10,7 +10,7 @@ from cairn.layers.linear import PLAIN, ExpertLinear
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.residual import Delta, Hidden, Product
 from cairn.layers.router import Router
-from cairn.layers.schemes.base import Rows, Scheme
+from cairn.layers.schemes.base import Chosen, Rows, Scheme
 from cairn.layers.weight import Source, Weight
 from cairn.specs.ffn import DenseFfn, MoeFfn
 
@@ -30,9 +30,10 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
-        self.router = Router(spec.router, hidden, spec.experts, dtype)
-        up = [Rows("gate_proj", spec.intermediate), Rows("up_proj", spec.intermediate)]
-        down = [Rows("down_proj", hidden)]
+        self.router = Router(spec.router, hidden, spec.experts, spec.active, dtype)
+        names = spec.names
+        up = [Rows(names.gate, spec.intermediate), Rows(names.up, spec.intermediate)]
+        down = [Rows(names.down, hidden)]
         # Both products of an expert are computed together.
         routed = scheme.within("experts").of([*up, *down], experts=True)
         self.gate_up = ExpertLinear(
@@ -45,7 +46,8 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate: nn.Parameter | None = None
         if spec.shared:
             own = scheme.within(spec.shared_name)
-            self.shared = GatedMLP(hidden, DenseFfn(spec.shared), dtype=dtype, scheme=own)
+            expert = DenseFfn(spec.shared, limit=spec.limit, names=names)
+            self.shared = GatedMLP(hidden, expert, dtype=dtype, scheme=own)
         if spec.shared_gate:
             gate = torch.empty(1, hidden, dtype=dtype)
             self.shared_gate = nn.Parameter(gate, requires_grad=False)
@@ -66,8 +68,9 @@ class MixtureOfExperts(nn.Module):
     def forward(self, h: Hidden) -> Delta:
         """[T, hidden] -> the delta [T, hidden]."""
         x = h.value()
-        weights, chosen = self.router(x, self.spec.active)
-        delta = self.gate_up.scheme.experts(self.gate_up, self.down, x, weights, chosen)
+        weights, ids = self.router(x, h.ids)
+        chosen = Chosen(weights, ids, self.spec.limit)
+        delta = self.gate_up.scheme.experts(self.gate_up, self.down, x, chosen)
         return delta if self.shared is None else delta + self._shared(x)
 
     def _shared(self, x: Tensor) -> Tensor:

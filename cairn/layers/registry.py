@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cairn.attention.step import BoundLayer
+from cairn.layers.compressed import CompressedAttention
 from cairn.layers.gated_delta import GatedDeltaNet
 from cairn.layers.gqa import GqaAttention
 from cairn.layers.hils import HilsAttention
@@ -21,6 +22,7 @@ from cairn.layers.rotary import Angles, Rotary
 from cairn.layers.schemes.base import Scheme
 from cairn.layers.schemes.registry import scheme_within
 from cairn.layers.weight import Source, Weight
+from cairn.specs.compressed import CompressedSpec
 from cairn.specs.ffn import DenseFfn, FfnSpec, MoeFfn
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
@@ -97,6 +99,12 @@ def _mla(spec: MlaSpec, c: Context) -> nn.Module:
     return MlaAttention(spec, c.hidden, rotary, indexer, c.dtype, c.scheme)
 
 
+def _compressed(spec: CompressedSpec, c: Context) -> nn.Module:
+    rotary = c.rotary(spec.rotary)
+    assert rotary is not None
+    return CompressedAttention(spec, c.hidden, rotary, c.dtype, c.scheme)
+
+
 def _dense(spec: DenseFfn, c: Context) -> nn.Module:
     return GatedMLP(c.hidden, spec, dtype=c.dtype, scheme=c.scheme)
 
@@ -110,6 +118,7 @@ MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
     HilsSpec: _hils,
     GatedDeltaSpec: _gated_delta,
     MlaSpec: _mla,
+    CompressedSpec: _compressed,
 }
 FFNS: Mapping[type, Callable[[Any, Context], nn.Module]] = {
     DenseFfn: _dense,

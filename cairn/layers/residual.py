@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from cairn import ops
 from cairn.layers.linear import Linear
 from cairn.layers.norm import RMSNorm
+from cairn.layers.weight import Source, Weight
+from cairn.specs.model import StreamsSpec
 
 
 class Hidden(NamedTuple):
@@ -16,10 +20,12 @@ class Hidden(NamedTuple):
     Attributes:
         x: [T, hidden].
         norm: what x still has to go through: a product may fuse it. None: nothing.
+        ids: [T] int64, the token ids, for parts that choose by them.
     """
 
     x: Tensor
     norm: RMSNorm | None = None
+    ids: Tensor | None = None
 
     def value(self) -> Tensor:
         """x after the norm, [T, hidden]."""
@@ -52,17 +58,22 @@ class Residual:
 
     Args:
         x: [T, hidden], the embedded tokens; changed in place.
+        ids: [T] int64, the tokens' ids; None: no part reads them.
     """
 
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
+    def __init__(self, x: Tensor, ids: Tensor | None = None) -> None:
+        self.x, self.ids = x, ids
         self._normed: tuple[RMSNorm, Tensor] | None = None
 
-    def read(self, norm: RMSNorm | None) -> Hidden:
-        """The stream for a reader that norms it first, or takes it as it is."""
+    def read(self, norm: RMSNorm | None, site: Site | None = None) -> Hidden:
+        """The stream for a reader that norms it first, or takes it as it is.
+
+        Args:
+            site: of the reader, where there are several streams.
+        """
         if norm is not None and self._normed is not None and self._normed[0] is norm:
-            return Hidden(self._normed[1])
-        return Hidden(self.x, norm)
+            return Hidden(self._normed[1], ids=self.ids)
+        return Hidden(self.x, norm, self.ids)
 
     def add(
         self,
@@ -86,3 +97,110 @@ class Residual:
                 self._normed = next_norm, normed
         else:
             self.x += delta
+
+
+class Streams(Residual):
+    """Several residual streams, in the place of one (hyper-connections).
+
+    A reader gets a sum of them, and what it adds goes into all of them while they are mixed; see
+    `cairn.ops.mhc_pre`.
+
+    Args:
+        x: [T, hidden], the embedded tokens, with which all streams begin.
+        count: n, streams; `x` of this object is [T, n, hidden].
+        ids: as of `Residual`.
+    """
+
+    def __init__(self, x: Tensor, count: int, ids: Tensor | None = None) -> None:
+        super().__init__(x.unsqueeze(1).repeat(1, count, 1), ids)
+        self._weights: tuple[Tensor, Tensor] | None = None
+
+    def read(self, norm: RMSNorm | None, site: Site | None = None) -> Hidden:
+        """The sum of streams that a site takes."""
+        assert site is not None, "several streams are read through a site"
+        x, *weights = site(self.x)
+        self._weights = weights[0], weights[1]
+        return Hidden(x, norm, self.ids)
+
+    def add(
+        self,
+        delta: Delta,
+        next_norm: RMSNorm | None = None,
+        own_norm: RMSNorm | None = None,
+    ) -> None:
+        """What the site that was read last makes of the streams and a delta."""
+        assert self._weights is not None
+        value = delta.value() if isinstance(delta, Product) else delta
+        if own_norm is not None:
+            value = own_norm(value)
+        ops.mhc_post(self.x, value, *self._weights)
+        self._weights = None
+
+
+class Site(nn.Module):
+    """The place of a mixer or feed-forward part between residual streams.
+
+    Args:
+        spec: of the streams.
+        hidden: width of each.
+    """
+
+    def __init__(self, spec: StreamsSpec, hidden: int) -> None:
+        super().__init__()
+        self.spec = spec
+        rows = (2 + spec.count) * spec.count
+        self.fn, self.base = mixing_parameters(rows, spec.count * hidden)
+        self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32), requires_grad=False)
+
+    def weights(self, source: Source, name: str) -> list[Weight]:
+        """name_fn, name_base and name_scale."""
+        return mixing_weights(self, source, name)
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """streams [T, n, hidden] -> what is read of them [T, hidden], and the weights with which an
+        output enters them, see `cairn.ops.mhc_pre`."""
+        spec = self.spec
+        given = (self.fn, self.scale, self.base, spec.norm_eps, spec.eps, spec.iterations)
+        x, post, mix = ops.mhc_pre(streams, *given)
+        return x, post, mix
+
+
+class StreamsHead(nn.Module):
+    """What joins residual streams behind the last layer.
+
+    Args:
+        spec: of the streams.
+        hidden: width of each.
+    """
+
+    def __init__(self, spec: StreamsSpec, hidden: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.fn, self.base = mixing_parameters(spec.count, spec.count * hidden)
+        self.scale = nn.Parameter(torch.empty(1, dtype=torch.float32), requires_grad=False)
+
+    def weights(self, source: Source, name: str) -> list[Weight]:
+        """name_fn, name_base and name_scale."""
+        return mixing_weights(self, source, name)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """streams [T, n, hidden] -> [T, hidden]."""
+        spec = self.spec
+        x: Tensor = ops.mhc_head(streams, self.fn, self.scale, self.base, spec.norm_eps, spec.eps)
+        return x
+
+
+def mixing_parameters(rows: int, width: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """fn [rows, width] and base [rows], float32 in every model."""
+    fn, base = (torch.empty(shape, dtype=torch.float32) for shape in ((rows, width), (rows,)))
+    return nn.Parameter(fn, requires_grad=False), nn.Parameter(base, requires_grad=False)
+
+
+def mixing_weights(module: Site | StreamsHead, source: Source, name: str) -> list[Weight]:
+    """What fills a site, or what joins streams."""
+    fn, base, scale = module.fn, module.base, module.scale
+    return [
+        Weight(source.name(f"{name}_fn"), tuple(fn.shape), fn),
+        Weight(source.name(f"{name}_base"), tuple(base.shape), base, draw="around_zero"),
+        Weight(source.name(f"{name}_scale"), tuple(scale.shape), scale, draw="around_one"),
+    ]

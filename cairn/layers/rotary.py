@@ -141,14 +141,16 @@ class Angles:
 
     def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
         self._positions, self._dtype = positions, dtype
-        self._tables: dict[Rotary, Tensor] = {}
+        self._tables: dict[tuple[Rotary, int], Tensor] = {}
         self._index: Tensor | None = None
 
-    def of(self, rotary: Rotary) -> Tensor:
-        """[T, d] float32."""
-        found = self._tables.get(rotary)
+    def of(self, rotary: Rotary, back: int = 0) -> Tensor:
+        """[T, d] float32; of the positions `back` before, at least 0."""
+        key = rotary, back
+        found = self._tables.get(key)
         if found is None:
-            found = self._tables[rotary] = rotary.cos_sin(self._positions, self._dtype)
+            positions = (self._positions - back).clamp(min=0) if back else self._positions
+            found = self._tables[key] = rotary.cos_sin(positions, self._dtype)
         return found
 
     @property

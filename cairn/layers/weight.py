@@ -11,9 +11,10 @@ from torch import Tensor
 
 Index = EllipsisType | slice | int | tuple[EllipsisType | slice | int, ...]
 WHOLE: Index = ...
-Draw = Literal["matrix", "unit", "around_one", "around_zero", "one"]
+Draw = Literal["matrix", "unit", "around_one", "around_zero", "one", "experts"]
 """How random weights are drawn: "matrix" keeps the variance of its input, "unit" has variance 1,
-"around_one" and "around_zero" are 1 and 0 plus normal numbers of deviation 0.1, "one" is 1."""
+"around_one" and "around_zero" are 1 and 0 plus normal numbers of deviation 0.1, "one" is 1,
+"experts" are numbers below `Weight.choices`, which differ in every line."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,7 @@ class Weight:
         beside: further tensors of the checkpoint that the transform needs, whole; they fill
             nothing themselves.
         squeezed: axes of one number do not count: [N, 1] may be stored as [N], [1] as a number.
+        choices: of what is drawn as "experts".
     """
 
     source: str
@@ -56,6 +58,7 @@ class Weight:
         if stored == self.shape or not self.squeezed:
             return stored == self.shape
         return [n for n in stored if n != 1] == [n for n in self.shape if n != 1]
+    choices: int = 0
 
     @property
     def place(self) -> Tensor:

@@ -93,10 +93,11 @@ def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:
     """Row counts of embedding and head, and the embedding's dtype."""
     # In multimodal checkpoints the decoder has a longer name prefix.
     tables = [n for n in entries if re.match(r"(language_)?model\.(.*\.)?embed_tokens\.weight$", n)]
-    table = min(tables, key=len, default="")
-    embedding, head = entries.get(table), entries.get("lm_head.weight")
+    table = min(tables, key=len, default="embed.weight")
+    embedding = entries.get(table)
+    head = entries.get("lm_head.weight", entries.get("head.weight"))
     return StoredRows(
-        prefix=table.removesuffix("embed_tokens.weight") or None,
+        prefix=table.removesuffix("embed_tokens.weight") if tables else None,
         embedding=embedding.shape[0] if embedding and embedding.shape else None,
         head=head.shape[0] if head and head.shape else None,
         dtype=CONVERTIBLE.get(embedding.dtype) if embedding else None,

@@ -14,7 +14,7 @@ from cairn.attention.step import BoundLayer, Step
 from cairn.layers.embedding import Embedding
 from cairn.layers.linear import Head, TiedHead
 from cairn.layers.registry import Context
-from cairn.layers.residual import Residual
+from cairn.layers.residual import Residual, Streams, StreamsHead
 from cairn.layers.rotary import Angles
 from cairn.layers.schemes.registry import scheme_of
 from cairn.layers.weight import Source, Weight
@@ -44,6 +44,9 @@ class Decoder(nn.Module):
             for i, layer in enumerate(spec.layers)
         )
         self._running = list(range(len(self.layers)))
+        self.join: StreamsHead | None = None
+        if spec.streams is not None:
+            self.join = StreamsHead(spec.streams, spec.hidden_size)
         self.norm = build_norm(spec.norm, spec.hidden_size, dtype)
         self.head: Head | TiedHead = (
             TiedHead(self.embedding, spec.vocab_size)
@@ -65,6 +68,8 @@ class Decoder(nn.Module):
         """
         spec, source = self.spec, Source(self.spec.prefix, stored)
         found = self._table_weights(source)
+        if self.join is not None and spec.streams is not None:
+            found += self.join.weights(source, spec.streams.head)
         found += self.norm.weights(source, "norm")
         found += self._head_weights()
         layers = source.within("layers")
@@ -98,13 +103,13 @@ class Decoder(nn.Module):
 
     def forward(self, step: Step) -> Tensor:
         """Run one step: -> hidden states [T, hidden] before the final norm."""
-        residual = Residual(self.embedded(step.batch))
+        residual = self._begin(step.batch)
         angles = Angles(step.batch.positions, residual.x.dtype)
         running = self._running
         for at, i in enumerate(running):
             behind = self.layers[running[at + 1]] if at + 1 < len(running) else None
             self.layers[i](residual, step.layers[i], angles, behind)
-        return residual.x
+        return residual.x if self.join is None else cast(Tensor, self.join(residual.x))
 
     def embedded(self, batch: Batch) -> Tensor:
         """What the first layer reads [T, hidden]: embeddings of tokens, and those of an encoder in
@@ -156,13 +161,20 @@ class Decoder(nn.Module):
         found: Tensor = self.draft.norm(guessed)
         return found
 
+    def _begin(self, batch: Batch) -> Residual:
+        """The residual stream, or the streams, of a step's tokens."""
+        embedded, streams = self.embedded(batch), self.spec.streams
+        if streams is None:
+            return Residual(embedded, batch.input_ids)
+        return Streams(embedded, streams.count, batch.input_ids)
+
     def _table_weights(self, source: Source) -> list[Weight]:
         spec, table = self.spec, self.embedding.weight
         # The embedding of page ends is row V of the table. A tensor of its own is put there, so
         # that id V needs no special case and can never index past the table.
         rows = slice(0, spec.vocab_size if spec.end_embedding else spec.table_rows)
         shape = spec.embedding_rows, spec.hidden_size
-        name = source.name("embed_tokens.weight")
+        name = source.name(f"{spec.table}.weight")
         found = [Weight(name, shape, table, rows, rows, shard=0)]
         if spec.end_embedding is not None:
             parameter = table if spec.table_rows > spec.vocab_size else None
@@ -172,8 +184,9 @@ class Decoder(nn.Module):
 
     def _head_weights(self) -> list[Weight]:
         spec, rows = self.spec, slice(0, self.spec.vocab_size)
+        name = f"{spec.head}.weight"
         if isinstance(self.head, TiedHead):
             shape = spec.embedding_rows, spec.hidden_size
-            return [Weight("lm_head.weight", shape, None, required=False)]
+            return [Weight(name, shape, None, required=False)]
         shape = spec.head_rows, spec.hidden_size
-        return [Weight("lm_head.weight", shape, self.head.weight, rows, rows, shard=0)]
+        return [Weight(name, shape, self.head.weight, rows, rows, shard=0)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import BadModel
-from cairn.models import deepseek, dense, gemma3, hils, older, qwen3_moe, qwen_hybrid
+from cairn.models import deepseek, deepseek_v4, dense, gemma3, hils, older, qwen3_moe, qwen_hybrid
 from cairn.models.checkpoint import (
     StoredRows,
     TensorEntry,
@@ -43,6 +43,7 @@ MODELS: dict[str, ConfigMapping] = {
     **dict.fromkeys(gemma3.FAMILIES, gemma3.spec_from_config),
     "deepseek_v32": deepseek.spec_from_config,
     "glm_moe_dsa": deepseek.spec_from_config,
+    "deepseek_v4": deepseek_v4.spec_from_config,
 }
 """model_type -> mapping of its config.json. A new model is one file and one line here."""
 
@@ -61,12 +62,15 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
 }
 """Architectures that name their model_type alone; the others need model_type written."""
 
 UNSUPPORTED = {
     "glm5_next": "its linear-attention layers and pooled indexer are not, although its fields "
-    "have the names of glm_moe_dsa"
+    "have the names of glm_moe_dsa",
+    "deepseek_v41": "its shared key sources and n-gram tables are not, although its fields have "
+    "the names of deepseek_v4",
 }
 """Model types that look like known ones, and why they are not supported."""
 
@@ -179,21 +183,22 @@ def _with_its_own_head(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> M
     Raises:
         BadModel: the head has another shape than the embedding.
     """
-    head = entries.get("lm_head.weight")
-    table = entries.get(f"{spec.prefix}embed_tokens.weight")
+    head = entries.get(f"{spec.head}.weight")
+    table = entries.get(f"{spec.prefix}{spec.table}.weight")
     if not spec.tied or head is None or table is None:
         return spec
     if head.shape != table.shape:
         raise BadModel(
-            f"config.json: tie_word_embeddings is true, but lm_head.weight is {list(head.shape)} "
-            f"and the embedding {list(table.shape)}",
+            f"config.json: tie_word_embeddings is true, but {spec.head}.weight is "
+            f"{list(head.shape)} and the embedding {list(table.shape)}",
             "Write tie_word_embeddings: false if the head is trained apart",
         )
     if same_numbers(head, table):
         return spec
     log.warning(
-        "config.json: tie_word_embeddings is true, but lm_head.weight differs from the embedding: "
-        "it is used"
+        "config.json: tie_word_embeddings is true, but %s.weight differs from the embedding: "
+        "it is used",
+        spec.head,
     )
     return replace(spec, tied=False, head_rows=head.shape[0])
 

@@ -88,6 +88,57 @@ def attention_rope(
     return spec, max_positions
 
 
+def two_ropes(
+    f: ConfigFields, head_dim: int, thetas: tuple[float, float], max_positions: int
+) -> tuple[RotarySpec, RotarySpec]:
+    """The rotations of a model with two: one without scaling, and one for compressed layers, whose
+    base is `compress_rope_theta` and which `rope_scaling` extends.
+
+    Reads `rope_theta`, `compress_rope_theta` and `rope_scaling`, or `rope_parameters`, which holds
+    either the object of `rope_scaling` or an object for each, `main` and `compress`.
+
+    Args:
+        f: the config.
+        head_dim: dimensions that rotate, neighbours paired.
+        thetas: defaults of the bases.
+        max_positions: of the model, which an extension reaches.
+
+    Raises:
+        BadModel: as `latent_rope`.
+    """
+    given = f.config.get("rope_parameters")
+    spec = RotarySpec("standard", head_dim, thetas[0], interleaved=True)
+    if isinstance(given, dict) and set(given) == {"main", "compress"}:
+        f.record("rope_parameters", given, "config")
+        own = [
+            ConfigFields({"rope_parameters": dict(part or {})})
+            for part in (given["main"], given["compress"])
+        ]
+        first, second = (
+            _one_rope(part, replace(spec, theta=theta), max_positions)
+            for part, theta in zip(own, thetas, strict=True)
+        )
+        return first, second
+    main = replace(spec, theta=f.number("rope_theta", thetas[0]))
+    base = f.number("compress_rope_theta", thetas[1])
+    scaling = {k: v for k, v in _parameters(f).items() if k != "rope_theta"}
+    alone = ConfigFields({"rope_scaling": scaling})
+    return main, _one_rope(alone, replace(spec, theta=base), max_positions)
+
+
+def _one_rope(f: ConfigFields, spec: RotarySpec, max_positions: int) -> RotarySpec:
+    """A rotation from the object that describes it; cos and sin have a factor only where it is
+    written."""
+    given, kind, base = _read(f, LATENT_TYPES, spec.theta)
+    given.pop("partial_rotary_factor", None)
+    spec = replace(spec, theta=base)
+    if kind == "default":
+        return spec
+    part = _Part(f, given)
+    factor = part.number("attention_factor") or 1.0
+    return replace(spec, scaling=_yarn(part, max_positions)[0], attention_factor=factor)
+
+
 def _read(
     f: ConfigFields, types: tuple[str, ...], theta: float
 ) -> tuple[dict[str, Any], str, float]:

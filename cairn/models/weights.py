@@ -191,6 +191,11 @@ def draw_weights(model: Any, seed: int) -> None:
         if weight.draw == "one":
             place.fill_(1.0)
             continue
+        if weight.draw == "experts":
+            lines, count = weight.shape
+            turned = torch.arange(lines, device=place.device).unsqueeze(1)
+            place.copy_((turned + torch.arange(count, device=place.device)) % weight.choices)
+            continue
         generator = torch.Generator(place.device).manual_seed((seed << 20) + i)
         noise = torch.randn(
             place.shape, dtype=torch.float32, device=place.device, generator=generator

@@ -8,6 +8,7 @@ from cairn.ops.activation.gelu_and_mul import gelu_and_mul
 from cairn.ops.activation.gelu_quick import gelu_quick
 from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
+from cairn.ops.activation.silu_and_mul_clamp import silu_and_mul_clamp
 from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode
 from cairn.ops.attention.cutlass_mla_get_workspace_size import cutlass_mla_get_workspace_size
 from cairn.ops.attention.dense_attention import dense_attention
@@ -15,6 +16,7 @@ from cairn.ops.attention.merge_states import merge_state, merge_state_v2
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.cache.decode_slots import decode_slots
 from cairn.ops.cache.write_kv import write_kv
+from cairn.ops.compress import compress_windows, norm_rope_tail
 from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
 from cairn.ops.elementwise.copy_to_gpu_no_ce import copy_to_gpu_no_ce
 from cairn.ops.elementwise.fp8 import downcast_fp8, fp8_quantize
@@ -53,6 +55,7 @@ from cairn.ops.gguf import (
     ggml_mul_mat_vec_a8,
 )
 from cairn.ops.grammar.apply_token_bitmask_inplace_cuda import apply_token_bitmask_inplace_cuda
+from cairn.ops.hyper import mhc_head, mhc_post, mhc_pre
 from cairn.ops.kvcacheio import (
     ring_read,
     ring_write,
@@ -108,6 +111,7 @@ from cairn.ops.moe import (
     fused_experts,
     grouped_topk,
     grouped_topk_softmax,
+    hash_topk,
     kimi_k2_moe_fused_gate,
     moe_align_block_size,
     moe_fused_gate,
@@ -248,6 +252,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_cpu",
     "clamp_position",
+    "compress_windows",
     "concat_mla_absorb_q",
     "concat_mla_k",
     "convert_vertical_slash_indexes",
@@ -321,6 +326,7 @@ __all__ = [
     "hadamard_transform_20n",
     "hadamard_transform_28n",
     "hadamard_transform_40n",
+    "hash_topk",
     "head_norm_rope",
     "heads_into_cache",
     "index_k_gather",
@@ -342,6 +348,9 @@ __all__ = [
     "mean_summary",
     "merge_state",
     "merge_state_v2",
+    "mhc_head",
+    "mhc_post",
+    "mhc_pre",
     "min_p_renorm_probs",
     "min_p_sampling_from_probs",
     "mla_kv_pack_quantize_fp8",
@@ -351,6 +360,7 @@ __all__ = [
     "moe_sum",
     "moe_sum_reduce",
     "moe_wna16_marlin_gemm",
+    "norm_rope_tail",
     "page_attention",
     "page_weights",
     "paged_mla",
@@ -387,6 +397,7 @@ __all__ = [
     "sgl_per_token_quant_fp8",
     "shuffle_rows",
     "silu_and_mul",
+    "silu_and_mul_clamp",
     "silu_and_mul_scaled_fp4_grouped_quant",
     "sparse_attn_func",
     "sparse_attn_varlen_func",

@@ -79,9 +79,7 @@ class DraftHead:
     ) -> None:
         self._model, self._backends, self._rows = model, backends, rows
         self._layer = len(backends.names) - 1
-        group = pools.schema.group_of[self._layer]
-        assert group is not None
-        self._group = group
+        self._group = pools.schema.group_of[self._layer][DRAFT_STATE]
         self._kept = pools.pages[self._layer][DRAFT_STATE]
         shape = len(rows.last_token), self._kept.shape[1]
         self._last = torch.zeros(shape, dtype=self._kept.dtype, device=rows.device)

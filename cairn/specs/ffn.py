@@ -9,16 +9,29 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
+class FfnNames:
+    """Names of the matrices of a gated linear unit in a checkpoint."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True)
 class DenseFfn:
     """Gated linear unit: down(activation(gate x) * up x).
 
     Attributes:
         intermediate: width inside.
         activation: "silu", or "gelu_tanh", gelu's approximation by tanh.
+        limit: gate x is at most that, up x lies between minus that and that; 0: no limit.
+        names: of the matrices.
     """
 
     intermediate: int
     activation: Activation = "silu"
+    limit: float = 0.0
+    names: FfnNames = FfnNames()
 
     @property
     def description(self) -> str:
@@ -32,20 +45,26 @@ class RouterSpec:
     """How tokens choose their experts.
 
     Attributes:
-        score: "softmax" over all experts, or "sigmoid" of each.
+        score: "softmax" over all experts, or of each "sigmoid" or "sqrtsoftplus",
+            sqrt(log(1 + e^x)).
         renormalize: weights of the chosen experts are divided by their sum.
         scale: factor of the weights after that.
         bias: a learned correction is added to scores for the choice, not to the weights.
         groups: groups of experts; a group's score is the sum of its two best corrected scores.
         top_groups: groups whose experts may be chosen.
+        table_rows: rows of a table that gives the experts of every token id; 0: there is none, and
+            the best are chosen.
+        bias_name: of the correction in a checkpoint.
     """
 
-    score: Literal["softmax", "sigmoid"]
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"]
     renormalize: bool
     scale: float = 1.0
     bias: bool = False
     groups: int = 1
     top_groups: int = 1
+    table_rows: int = 0
+    bias_name: str = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +79,7 @@ class MoeFfn:
         shared: width inside the shared expert; 0: there is none.
         shared_gate: the shared expert's output is multiplied by sigmoid(w x), a scalar a token.
         shared_name: the shared expert's name in a checkpoint.
+        limit, names: of all experts, see `DenseFfn`.
     """
 
     experts: int
@@ -69,6 +89,8 @@ class MoeFfn:
     shared: int = 0
     shared_gate: bool = False
     shared_name: str = "shared_expert"
+    limit: float = 0.0
+    names: FfnNames = FfnNames()
 
     @property
     def description(self) -> str:

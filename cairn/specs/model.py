@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Self
 
+from cairn.specs.compressed import CompressedSpec
 from cairn.specs.ffn import FfnSpec
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
@@ -18,7 +19,7 @@ from cairn.specs.vision import VisionSpec
 
 ELEMENT_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec
+MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec | CompressedSpec
 """What mixes the tokens of a sequence in one layer."""
 
 
@@ -43,6 +44,7 @@ class BlockNames:
         mixer, ffn: the two parts.
         mixer_norm, ffn_norm: norms of what the parts read; None: they read the residual stream.
         mixer_out_norm, ffn_out_norm: norms of what the parts add to the stream; None: none.
+        mixer_site, ffn_site: what mixes several residual streams around the parts.
     """
 
     mixer: str = "self_attn"
@@ -51,6 +53,26 @@ class BlockNames:
     ffn_norm: str | None = "post_attention_layernorm"
     mixer_out_norm: str | None = None
     ffn_out_norm: str | None = None
+    mixer_site: str = "hc_attn"
+    ffn_site: str = "hc_ffn"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """Several residual streams beside each other (hyper-connections).
+
+    Attributes:
+        count: n.
+        norm_eps: of the norm over all streams of a token.
+        eps, iterations: of the matrix that mixes streams, see `cairn.ops.mhc_pre`.
+        head: name of what joins them behind the last layer, in a checkpoint.
+    """
+
+    count: int
+    norm_eps: float
+    eps: float
+    iterations: int
+    head: str = "hc_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +84,14 @@ class LayerSpec:
         ffn: what follows, token by token.
         norm: of both, and of their outputs where those are normed.
         names: in a checkpoint; they say which norms there are.
+        streams: residual streams that the parts read and write; None: there is one.
     """
 
     mixer: MixerSpec
     ffn: FfnSpec
     norm: NormSpec
     names: BlockNames = BlockNames()
+    streams: StreamsSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +168,8 @@ class ModelSpec:
         quantization: of the matrices; None: they have the dtype.
         embedding_scale: embedded tokens are multiplied by it, rounded to the dtype of activations.
         prefix: of the names of the decoder's tensors in a checkpoint.
+        table, head: names of the embedding, behind the prefix, and of the output head.
+        streams: residual streams of all layers; None: there is one.
         ignored: regular expressions of tensors that a checkpoint may hold and nothing here reads.
         eos_token_ids: ids that end an output.
         bos_token_id: id that starts a sequence, None: none.
@@ -169,6 +195,9 @@ class ModelSpec:
     quantization: QuantizationSpec | None = None
     embedding_scale: float = 1.0
     prefix: str = "model."
+    table: str = "embed_tokens"
+    head: str = "lm_head"
+    streams: StreamsSpec | None = None
     ignored: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

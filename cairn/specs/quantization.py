@@ -42,6 +42,8 @@ class QuantizationSpec:
         block: (rows, columns) that share a scale; "fp8_block" only.
         plain: modules that are not quantised, by their names in the checkpoint.
         scale_name: of scales, behind the matrix's; "fp8_block" only.
+        experts: how matrices of experts are stored: as others, or "fp4", e2m1 codes with an e8m0
+            scale for every 32 columns; "fp8_block" only.
         stored: of "stored".
         patterns: regular expressions of further modules that are not quantised.
     """
@@ -50,6 +52,7 @@ class QuantizationSpec:
     block: tuple[int, int] = (128, 128)
     plain: tuple[str, ...] = ()
     scale_name: str = "weight_scale_inv"
+    experts: Literal["block", "fp4"] = "block"
     stored: StoredFormat | None = None
     patterns: tuple[str, ...] = ()
 

@@ -114,7 +114,7 @@ def test_nothing_is_shared_between_layers() -> None:
 def test_windowed_layers_beside_others_have_pages_of_their_own() -> None:
     schema = cache_schema([WINDOW, DENSE, WINDOW, PRIOR], PageFormat(16, F32))
     assert [group.layers for group in schema.groups] == [(1, 3), (0, 2)]
-    assert schema.group_of == (1, 0, 1, 0)
+    assert [groups["k"] for groups in schema.group_of] == [1, 0, 1, 0]
     # The first of 100 slots is at most 7 pages of 16 before the last.
     assert [group.reach for group in schema.groups] == [None, 7] and schema.reach == 7
     pools = CachePools(schema, PoolSizes((5, 3)), "cpu", spare=True)
@@ -130,16 +130,28 @@ def test_windowed_layers_beside_others_have_pages_of_their_own() -> None:
 def test_where_all_layers_look_at_windows_their_pages_stay() -> None:
     schema = cache_schema([WINDOW, WINDOW], PageFormat(16, F32))
     assert [(group.layers, group.reach) for group in schema.groups] == [((0, 1), None)]
-    assert schema.reach is None and schema.group_of == (0, 0)
+    assert schema.reach is None and schema.group_of == ({"k": 0, "v": 0},) * 2
 
 
 @pytest.mark.parametrize("window, reach", [(1, 0), (2, 1), (17, 1), (18, 2), (33, 2)])
 def test_reach_of_the_widest_window(window: int, reach: int) -> None:
     """A query in the first slot of its page sees so many pages before."""
-    narrow = LayerSchema((PageField("k", (4,), F32),), window=1)
-    wide = LayerSchema((PageField("k", (4,), F32),), window=window)
+    narrow = LayerSchema((PageField("k", (4,), F32, window=1),))
+    wide = LayerSchema((PageField("k", (4,), F32, window=window),))
     whole = LayerSchema((PageField("k", (4,), F32),))
     assert CacheSchema([narrow, whole, wide], 16).reach == reach
+
+
+def test_a_layer_with_fields_that_stay_and_fields_under_a_window() -> None:
+    both = LayerSchema((PageField("kept", (4,), F32), PageField("passing", (2, 2), F32, window=5)))
+    schema = CacheSchema([both, LayerSchema((PageField("passing", (3,), F32, window=2),))], 4)
+    assert schema.group_of == ({"kept": 0, "passing": 1}, {"passing": 1})
+    found = [(group.layers, group.page_bytes, group.reach) for group in schema.groups]
+    assert found == [((0,), 16, None), ((0, 1), 28, 1)]
+    pools = CachePools(schema, PoolSizes((5, 3)), "cpu")
+    shapes = [{name: x.shape for name, x in fields.items()} for fields in pools.pages]
+    assert shapes == [{"kept": (5, 4), "passing": (3, 2, 2)}, {"passing": (3, 3)}]
+    assert [len(list(pools.tensors(group))) for group in (0, 1)] == [1, 2]
 
 
 def test_states_of_rows_and_snapshots_of_them() -> None:
@@ -147,7 +159,7 @@ def test_states_of_rows_and_snapshots_of_them() -> None:
     paged = LayerSchema((PageField("k", (4,), F32),))
     schema = CacheSchema([STATE, paged, STATE], 16)
     assert schema.row_bytes == 2 * (2 * 3 * 4 + 5 * 2) and schema.has_rows
-    assert schema.group_of == (None, 0, None)
+    assert schema.group_of == ({}, {"k": 0}, {})
     pools = CachePools(schema, PoolSizes((2,), rows=3, snapshots=2), "cpu")
     assert pools.num_states == 6 and pools.first_snapshot == 4
     assert pools.rows[0]["state"].shape == (6, 2, 3) and pools.rows[0]["tail"].dtype == BF16

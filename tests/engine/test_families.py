@@ -8,6 +8,7 @@ which physical pages they lie, and with what is aborted beside them.
 from __future__ import annotations
 
 import random
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from cairn.cache.paged import Lease
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
 from cairn.engine.planned_step import Limits
+from tests.engine import dsv4
 from tests.engine.fakes import all_pages_back
 from tests.engine.harness import (
     Trace,
@@ -40,13 +42,21 @@ FAMILIES = {
     "recurrent with experts": DATA / "qwen35" / "qnext_3to1",
     "latent, shared selections": DATA / "dsa" / "glm_types_mixed_dense2",
     "latent in 8 bits": DATA / "dsa" / "v32_fp8_scale_ue8m0",
+    "compressed": None,
 }
+"""Folders; None: random weights."""
 OUTPUT = 6
 
 
 def build(family: str, **options) -> Built:
     """An engine that hands out pages in random order."""
-    built = engine(str(FAMILIES[family]), kv_cache_memory="16MiB", max_num_seqs=4, **options)
+    options |= {"kv_cache_memory": "16MiB", "max_num_seqs": 4}
+    folder = FAMILIES[family]
+    if folder is None:
+        with tempfile.TemporaryDirectory() as name:
+            built = dsv4.made(Path(name), **options)
+    else:
+        built = engine(str(folder), **options)
     allocator = built.core.cache.allocator
     pages = allocator.take(allocator.num_free)
     random.Random(4).shuffle(pages)
@@ -96,6 +106,7 @@ def _ended(continuation: Continuation, built: Built) -> Trace | None:
 
 @shows("hils qwen3_moe qwen3_next qwen3_5", "batching", "chunked prefill", "prefix cache")
 @shows("glm_moe_dsa deepseek_v32", "batching", "chunked prefill", "prefix cache")
+@shows("deepseek_v4", "batching", "chunked prefill", "prefix cache")
 @shows("deepseek_v32", "quantised weights")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,7 +128,7 @@ def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed
     assert all_pages_back(built.core)
 
 
-@shows("qwen3_moe qwen3_next qwen3_5 deepseek_v32 glm_moe_dsa", "overlap")
+@shows("qwen3_moe qwen3_next qwen3_5 deepseek_v32 glm_moe_dsa deepseek_v4", "overlap")
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "landmarks" not in name])
 def test_planned_while_a_step_runs(family: str) -> None:
     found = []

@@ -148,8 +148,9 @@ def test_the_layers_pools(case):
     built = engine(case)
     pools, memory = built.runner.pools, built.memory
     owners = zip(kinds(built.spec), pools.schema.group_of, pools.pages, strict=True)
-    for kind, own, fields in owners:
-        assert own == (kind == "window")
+    for kind, groups, fields in owners:
+        own = kind == "window"
+        assert set(groups.values()) == {own}
         assert len(fields["k"]) == (memory.window_pages if own else memory.num_pages)
     size = sum(tensor.nbytes for tensor in pools.tensors())
     table = dict(built.table)
@@ -171,7 +172,7 @@ def test_landmark_layers_forced_to_their_window_are_window_layers():
     case = "qwen_gqa4_prior_lora_inrange"
     prompt = text(3, 300)
     built = engine(case, hsa_layers="1", enable_prefix_caching=False)
-    assert built.runner.pools.schema.group_of == (1, 0)
+    assert built.runner.pools.schema.groups[1].layers == (0,)
     whole = run(built, [prompt], greedy(20))[0]
     parts = run(
         engine(case, hsa_layers="1", enable_prefix_caching=False),

@@ -34,6 +34,19 @@ class Rows(NamedTuple):
     order: Tensor | None = None
 
 
+class Chosen(NamedTuple):
+    """The experts that tokens run.
+
+    Attributes:
+        weights, ids: [T, k] float32 and int32.
+        limit: see `cairn.specs.ffn.DenseFfn`.
+    """
+
+    weights: Tensor
+    ids: Tensor
+    limit: float = 0.0
+
+
 class Scheme(ABC):
     """One way to keep a matrix [out, in]."""
 
@@ -68,14 +81,14 @@ class Scheme(ABC):
 
     @abstractmethod
     def experts(
-        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, weights: Tensor, chosen: Tensor
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
     ) -> Tensor:
         """Sum over the chosen experts of weight * down(silu(gate x) * up x).
 
         Args:
             gate_up, down: maps of this scheme.
             x: [T, in].
-            weights, chosen: [T, k] float32 and int32.
+            chosen: which, and their weights.
         Returns:
             [T, in] of x's dtype.
         """
@@ -147,10 +160,13 @@ class PlainScheme(Scheme):
         return found
 
     def experts(
-        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, weights: Tensor, chosen: Tensor
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
     ) -> Tensor:
         """Matrices as they are."""
-        return ops.fused_experts(x, gate_up.weight, down.weight, weights, chosen)
+        return ops.fused_experts(
+            *(x, gate_up.weight, down.weight, chosen.weights, chosen.ids),
+            swiglu_limit=chosen.limit,
+        )
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """One product, the norm in front of it fused where that is faster."""

@@ -21,6 +21,7 @@ from cairn import ops
 from cairn.errors import BadModel
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import (
+    Chosen,
     PlainScheme,
     Rows,
     Scheme,
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 SCALE_DTYPES = ("F32", "BF16", "F8_E8M0", "U8")
 
 
+SCALE_NAME = "weight_scale_inv"
+
+
 class Fp8BlockScheme(Scheme):
     """e4m3 values with a scale for every block of (rows, columns).
 
@@ -51,6 +55,7 @@ class Fp8BlockScheme(Scheme):
         scale_name: of a matrix's scales.
         patterns: regular expressions of names of further modules that are not quantised.
         path: name of the module that the scheme is of.
+        own_experts: the scheme of experts; None: this one.
     """
 
     def __init__(
@@ -60,9 +65,10 @@ class Fp8BlockScheme(Scheme):
         scale_name: str = "weight_scale_inv",
         patterns: tuple[str, ...] = (),
         path: str = "",
+        own_experts: Scheme | None = None,
     ) -> None:
         self.block, self.plain, self.scale_name = block, plain, scale_name
-        self.patterns, self.path = patterns, path
+        self.patterns, self.path, self.own_experts = patterns, path, own_experts
 
     @property
     def unpacked(self) -> Scheme:
@@ -75,10 +81,13 @@ class Fp8BlockScheme(Scheme):
         if name in self.plain or self.matches(path):
             return PlainScheme()
         inside = (x.removeprefix(f"{name}.") for x in self.plain if x.startswith(f"{name}."))
-        return Fp8BlockScheme(self.block, frozenset(inside), self.scale_name, self.patterns, path)
+        given = (self.scale_name, self.patterns, path, self.own_experts)
+        return Fp8BlockScheme(self.block, frozenset(inside), *given)
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
         """Unpacked unless every matrix of the map is quantised, in blocks that the map has, too."""
+        if experts and self.own_experts is not None:
+            return self.own_experts
         whole = experts or all(part.size % self.block[0] == 0 for part in parts[:-1])
         in_order = all(part.order is None for part in parts)
         if whole and in_order and not any(self.is_plain(part.name) for part in parts):
@@ -161,17 +170,21 @@ class Fp8BlockScheme(Scheme):
         return biased(y, linear.bias)
 
     def experts(
-        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, weights: Tensor, chosen: Tensor
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
     ) -> Tensor:
         """As of `product`; of matrices that are dequantised, those of chosen experts alone."""
+        weights, ids, limit = chosen
         if advice.multiplies_fp8(x, self.block):
-            w1, w2 = gate_up.weight, down.weight
-            scales = {"w1_scale": gate_up.scale, "w2_scale": down.scale}
-            return ops.fused_experts(x, w1, w2, weights, chosen, "silu", False, 1.0, **scales)
-        hit, chosen = chosen.long().unique(return_inverse=True)
+            return ops.fused_experts(
+                *(x, gate_up.weight, down.weight, weights, ids),
+                w1_scale=gate_up.scale,
+                w2_scale=down.scale,
+                swiglu_limit=limit,
+            )
+        hit, ids = ids.long().unique(return_inverse=True)
         first = self._dequantised_experts(gate_up, hit, x.dtype)
         second = self._dequantised_experts(down, hit, x.dtype)
-        return ops.fused_experts(x, first, second, weights, chosen)
+        return ops.fused_experts(x, first, second, weights, ids, swiglu_limit=limit)
 
     def _dequantised_experts(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
         scale = self._by_element(linear, linear.scale[hit])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cairn.layers.schemes.base import PlainScheme, Scheme
+from cairn.layers.schemes.fp4_experts import Fp4AtLoad
 from cairn.layers.schemes.fp8_block import Fp8BlockScheme
 from cairn.layers.schemes.stored import DequantisedScheme, OnLoadScheme
 from cairn.specs.quantization import QuantizationSpec
@@ -21,8 +22,14 @@ def scheme_of(quantization: QuantizationSpec | None) -> Scheme:
     # A text model within another one is sometimes listed as if it stood alone.
     plain = frozenset(name.replace(NESTED, "") for name in quantization.plain)
     if quantization.scheme == "fp8_block":
+        fp4 = quantization.experts == "fp4"
+        experts = Fp4AtLoad(quantization.scale_name) if fp4 else None
         return Fp8BlockScheme(
-            quantization.block, plain, quantization.scale_name, quantization.patterns
+            quantization.block,
+            plain,
+            quantization.scale_name,
+            quantization.patterns,
+            own_experts=experts,
         )
     named = replace(quantization, plain=tuple(sorted(plain)))
     return (OnLoadScheme if quantization.scheme == "on_load" else DequantisedScheme)(named)

@@ -6,6 +6,7 @@ from cairn.ops.activation.gelu_and_mul import gelu_and_mul
 from cairn.ops.activation.gelu_quick import gelu_quick
 from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
+from cairn.ops.activation.silu_and_mul_clamp import silu_and_mul_clamp
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import BenchSource
 
@@ -32,3 +33,11 @@ def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x = draw.randn(rows, width)
         yield Point(size, draw.args(x), moved(x, x), definition=True)
+
+
+@silu_and_mul_clamp.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x = draw.randn(rows, 2 * layer.intermediate)
+        size = f"{layer.name}: {rows} x {layer.intermediate}"
+        yield Point(size, draw.args(x, 10.0), moved(x) * 3 // 2, definition=True)

@@ -8,6 +8,7 @@ from cairn.ops.activation.gelu_and_mul import gelu_and_mul
 from cairn.ops.activation.gelu_quick import gelu_quick
 from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
+from cairn.ops.activation.silu_and_mul_clamp import silu_and_mul_clamp
 from cairn.ops.testing import Cases, Make
 
 
@@ -42,3 +43,11 @@ gelu_tanh_and_mul.cases(gated_cases)
 
 
 silu_and_mul.cases(gated_cases)
+
+
+@silu_and_mul_clamp.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(7, 2 * 96, dtype=dtype, scale=3.0), 2.5)
+        yield make.args(make.randn(2, 3, 2 * 5, dtype=dtype), 0.5)
+    yield make.args(make.randn(0, 8), 10.0)

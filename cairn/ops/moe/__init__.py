@@ -7,6 +7,7 @@ from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
 from cairn.ops.moe.fp8_blockwise_scaled_grouped_mm import fp8_blockwise_scaled_grouped_mm
 from cairn.ops.moe.fused_experts import fused_experts
 from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
+from cairn.ops.moe.hash_topk import hash_topk
 from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
 from cairn.ops.moe.moe_align_block_size import moe_align_block_size
 from cairn.ops.moe.moe_fused_gate import moe_fused_gate
@@ -23,6 +24,7 @@ __all__ = [
     "fused_experts",
     "grouped_topk",
     "grouped_topk_softmax",
+    "hash_topk",
     "kimi_k2_moe_fused_gate",
     "moe_align_block_size",
     "moe_fused_gate",

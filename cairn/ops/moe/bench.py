@@ -20,6 +20,7 @@ from cairn.ops.moe.fp4_mm import cutlass_scaled_fp4_mm, fp4_group_mm
 from cairn.ops.moe.fp8_blockwise_scaled_grouped_mm import fp8_blockwise_scaled_grouped_mm
 from cairn.ops.moe.fused_experts import fused_experts
 from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
+from cairn.ops.moe.hash_topk import hash_topk
 from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
 from cairn.ops.moe.moe_align_block_size import moe_align_block_size
 from cairn.ops.moe.moe_fused_gate import moe_fused_gate
@@ -253,3 +254,12 @@ for emulated in (
     es_sm100_mxfp8_blockscaled_grouped_quant,
 ):
     _on_a_case(emulated)
+
+
+@hash_topk.bench
+def _(draw: Draw) -> Points:
+    for tokens, experts, topk in routers_of(draw):
+        gating, ids = draw.randn(tokens, experts, dtype=torch.float32), draw.randint(0, 999, tokens)
+        table = draw.randint(0, experts, 1000, topk, dtype=torch.int32)
+        given = draw.args(gating, table, ids, 1.5)
+        yield Point(f"{tokens} x {experts}, {topk}", given, moved(gating[:, :topk]) * 2)

@@ -16,6 +16,7 @@ from cairn.ops.moe.fp4_mm import cutlass_scaled_fp4_mm, fp4_group_mm
 from cairn.ops.moe.fp8_blockwise_scaled_grouped_mm import fp8_blockwise_scaled_grouped_mm
 from cairn.ops.moe.fused_experts import fused_experts
 from cairn.ops.moe.grouped_topk import biased_grouped_topk, grouped_topk, grouped_topk_softmax
+from cairn.ops.moe.hash_topk import hash_topk
 from cairn.ops.moe.kimi_k2_moe_fused_gate import kimi_k2_moe_fused_gate
 from cairn.ops.moe.moe_align_block_size import moe_align_block_size
 from cairn.ops.moe.moe_fused_gate import moe_fused_gate
@@ -48,6 +49,7 @@ def _(make: Make) -> Cases:
         x, ids = make.randn(9, 24, dtype=dtype), make.randint(-1, 6, 9, 3, dtype=torch.int32)
         yield make.args(x, w1, w2, make.rand(9, 3), ids)
         yield make.args(x[:1], w1, w2, make.rand(1, 2), ids[:1, :2].long(), "gelu_tanh", True, 2.5)
+        yield make.args(x[:3], w1, w2, make.rand(3, 3), ids[:3].abs(), swiglu_limit=0.5)
     yield make.args(x[:2], w1, w2, make.rand(2, 2), make.full((2, 2), -1, torch.int32), "gelu")
     none = make.randint(0, 6, 0, 2)
     yield make.args(x[:0], w1, w2, make.rand(0, 2), none)
@@ -339,3 +341,11 @@ def _(make: Make) -> Cases:
         sizes, begins = _sizes(make, (3, 0, 5), 24, 48)
         given = (_fp4(make, 10, 24), _fp4(make, 3, 24, 24), of_x, of_weight, make.rand(3))
         yield make.args(*given, dtype, sizes, begins, places)
+
+
+@hash_topk.cases
+def _(make: Make) -> Cases:
+    table = make.randint(0, 12, 30, 3, dtype=torch.int32)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield make.args(make.randn(7, 12, dtype=dtype, scale=5), table, make.randint(0, 30, 7), 1.5)
+    yield make.args(make.randn(0, 12), table, make.randint(0, 30, 0))

@@ -74,7 +74,15 @@ def multiplies_fp8(x: Tensor, block: tuple[int, int]) -> bool:
     return fast and block == (GROUP, GROUP)
 
 
-def multiply(a: Scaled, w: Scaled, out: Scaled, rows: Rows, tile: Tile, kind: str = "") -> None:
+def multiply(
+    a: Scaled,
+    w: Scaled,
+    out: Scaled,
+    rows: Rows,
+    tile: Tile,
+    kind: str = "",
+    limit: float = 0.0,
+) -> None:
     """`experts_kernel`: rows of a with the matrices of their experts.
 
     Args:
@@ -84,6 +92,7 @@ def multiply(a: Scaled, w: Scaled, out: Scaled, rows: Rows, tile: Tile, kind: st
         rows: which row has which expert.
         tile: of a program.
         kind: of the activation; "": none.
+        limit: of what goes into it, see `fused_experts`; 0: none.
     """
     _, lines, width = w.x.shape
     numbers = out.x.shape[1]
@@ -122,11 +131,13 @@ def multiply(a: Scaled, w: Scaled, out: Scaled, rows: Rows, tile: Tile, kind: st
         count=rows.count,
         tiles=rows.tiles,
         columns=columns,
+        limit=float(limit),
         BM=tile.rows,
         BN=tile.columns,
         BK=tile.part,
         TILES=tile.together,
         KIND=kind,
+        CLAMPED=limit > 0,
         SCALED=w.scale is not None,
         GATHERED=rows.gathered,
         SCATTERED=rows.scattered,
@@ -258,6 +269,7 @@ def run_experts(
     ids: Tensor,
     kind: str = "silu",
     factor: float = 1.0,
+    limit: float = 0.0,
 ) -> Tensor:
     """What `fused_experts` says, of x [T, K], weights and ids [T, k]. With scales K and N are
     multiples of 128."""
@@ -275,7 +287,7 @@ def run_experts(
     if coded:
         scale = gpu.empty((inner // GROUP, rows.count), torch.float32, x.device).t()
         between = replace(between, scale=scale)
-    multiply(a, w1, between, replace(rows, gathered=True), first, kind)
+    multiply(a, w1, between, replace(rows, gathered=True), first, kind, limit)
     if scaled and not coded:
         between = quantized(between.x)
     y = gpu.empty((places, width), x.dtype, x.device)

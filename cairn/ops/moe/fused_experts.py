@@ -38,6 +38,7 @@ def fused_experts(
     routed_scaling_factor: float = 1.0,
     w1_scale: Tensor | None = None,
     w2_scale: Tensor | None = None,
+    swiglu_limit: float = 0.0,
 ) -> Tensor:
     """Sum over j of topk_weights[t, j] * w2[e] act(w1[e] x_t), e = topk_ids[t, j], in float32,
     rounded once. Experts that no token has are not looked at.
@@ -59,12 +60,17 @@ def fused_experts(
         w1_scale: [E, 2 ceil(N / 128), ceil(K / 128)] float32, the blocks of the gate's rows first;
             None: w1 is not quantised.
         w2_scale: [E, ceil(K / 128), ceil(N / 128)] float32, where w1_scale is given.
+        swiglu_limit: gates are at most that, what they gate lies between minus that and that; 0: no
+            limit.
     Returns:
         [T, K] of hidden_states' dtype.
     Raises:
         BadArgument: for another shape, dtype or device; on the CPU for experts that there are not.
     """
-    act = ACTIVATIONS[activation].reference
+    activate = ACTIVATIONS[activation].reference
+
+    def act(both: Tensor) -> Tensor:
+        return activate(clamped(both, swiglu_limit))
 
     def expert(x: Tensor, number: int) -> Tensor:
         if w1_scale is None or w2_scale is None:
@@ -78,6 +84,14 @@ def fused_experts(
         hidden_states.float(), topk_weights, topk_ids, expert, apply_router_weight_on_input
     )
     return (total * routed_scaling_factor).to(hidden_states.dtype)
+
+
+def clamped(both: Tensor, limit: float) -> Tensor:
+    """Gates [..., N] and what they gate [..., N] side by side, within a limit; 0: as they are."""
+    if not limit:
+        return both
+    gates, ups = both.chunk(2, dim=-1)
+    return torch.cat((gates.clamp(max=limit), ups.clamp(-limit, limit)), dim=-1)
 
 
 def _summed(
@@ -137,6 +151,7 @@ def _(call: Call) -> Tensor:
         call.topk_ids,
         call.activation,
         call.routed_scaling_factor,
+        call.swiglu_limit,
     )
 
 
@@ -147,7 +162,8 @@ def _(call: Call) -> Tensor:
 
     def expert(x: Tensor, number: int) -> Tensor:
         gated = torch.nn.functional.linear(x, call.w1[number])
-        return torch.nn.functional.linear(act(gated), call.w2[number])
+        activated = act(clamped(gated, call.swiglu_limit))
+        return torch.nn.functional.linear(activated, call.w2[number])
 
     total = _summed(
         call.hidden_states,
@@ -189,6 +205,8 @@ def _(call: Call) -> None:
     expect(NAME, "topk_weights", call.topk_weights, call.topk_ids.shape, dtypes, call.hidden_states)
     if call.activation not in ACTIVATIONS:
         refuse(NAME, "activation", f"is {call.activation!r}, not one of {', '.join(ACTIVATIONS)}")
+    if not call.swiglu_limit >= 0:
+        refuse(NAME, "swiglu_limit", f"is {call.swiglu_limit}, not a number >= 0")
 
 
 fused_experts.tolerance(

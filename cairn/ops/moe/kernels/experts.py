@@ -160,11 +160,11 @@ def experts_kernel(
     a, a_scale, w, w_scale, out, out_scale, order, owners, used, begins, ends,
     places, share, numbers, width, rows, a_stride, a_scale_stride, a_scale_step, w_stride,
     w_scale_expert, w_scale_row, out_stride, out_scale_stride, out_scale_step, count, tiles,
-    columns,
+    columns, limit,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
-    KIND: tl.constexpr, SCALED: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr,
-    SINGLE: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    HARDWARE: tl.constexpr, PDL: tl.constexpr,
+    KIND: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr, GATHERED: tl.constexpr,
+    SCATTERED: tl.constexpr, SINGLE: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [R, numbers] = rows of a, each with the matrix of its expert.
 
@@ -176,7 +176,8 @@ def experts_kernel(
         a: [rows, width], or codes with a_scale [rows, blocks of columns].
         w: matrices [E, rows, width] below each other, as a table of blocks [BN, BK] (TABLE) or as
             they are. KIND "": rows are `numbers`. Else rows are 2 * numbers, and what is stored is
-            act(x first half) * x second half, act being that of KIND.
+            act(x first half) * x second half, act being that of KIND. CLAMPED: the first half is
+            at most `limit`, the second one between -limit and limit.
         w_scale: SCALED: of blocks 128 x 128 of the matrices, those of each half from its own first
             row on.
         out, out_scale: numbers, or codes and scales of 128 numbers (BN is 128).
@@ -216,6 +217,9 @@ def experts_kernel(
         w_stride, a_scale_step, half,
         BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION,
     )  # fmt: skip
+    if CLAMPED:
+        left = tl.minimum(left, limit)
+        right = tl.minimum(tl.maximum(right, -limit), limit)
     if KIND != "":
         left = activated(left, KIND) * right
     store_tile(

@@ -1,0 +1,259 @@
+"""Attention over the records of a window and over entries that stand for earlier tokens.
+
+A window's record and the inputs of which entries are made are kept as long as a window reaches, and
+entries with the keys of their indexer as long as their sequence. Every token has inputs of its own
+and an entry is made of those of its tokens when the last of them is there, so nothing of it depends
+on how a prompt was cut, and what a wrong guess has written is written again before it is read.
+
+An entry lies in the page of its last token. A page of S slots holds S / m of them, or 1 where a
+window of m tokens is as long as several pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cairn import ops
+from cairn.attention.base import AttentionBackend, StepPlan
+from cairn.attention.batch import Batch, StepRows
+from cairn.attention.cuts import Cuts
+from cairn.attention.inputs import CompressedInputs, Compression, EntryInputs, IndexInputs
+from cairn.attention.mla_format import INDEX_KEY, RECORD, IndexFormat, index_field
+from cairn.cache.pools import CachePools
+from cairn.cache.schema import LayerSchema, PageField, PageFormat
+from cairn.errors import BadConfig
+from cairn.specs.backends import COMPRESSED
+from cairn.specs.compressed import CompressedSpec, CompressionSpec
+
+ENTRY, INPUTS = "entry", "inputs"
+BLOCK_BYTES = 64 << 20
+"""Of scores that are made at once: they grow with the context."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The entries of a rate that a step reads and writes.
+
+    Attributes:
+        size: entries of a page.
+        page_table: [rows, pages] int32, of the pages that hold entries.
+        seen: [T] int32, entries that each query sees.
+        width: the most that any of them sees.
+        location: [T] int64, where the entry that a token closes goes: page * size + place in the
+            page; -1: it closes none.
+    """
+
+    size: int
+    page_table: Tensor
+    seen: Tensor
+    width: int
+    location: Tensor
+
+
+@dataclass(slots=True, kw_only=True)
+class CompressedPlan(StepPlan):
+    """What compressed attention derives from a step.
+
+    Attributes:
+        windows: by their length, the cells [T, W] int32 of each query's window, the newest first,
+            and how many it has [T] int32.
+        entries: by rate.
+    """
+
+    windows: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    entries: dict[int, Entries] = field(default_factory=dict)
+
+
+class CompressedBackend(AttentionBackend):
+    """One softmax over the records of a window, the entries of earlier tokens, and a sink."""
+
+    name: ClassVar[str] = COMPRESSED
+
+    def __init__(self, pools: CachePools, layers: Mapping[int, CompressedSpec]) -> None:
+        super().__init__(pools, layers)
+        self._windows = {spec.window for spec in self.layers.values()}
+        found = (spec.compression for spec in self.layers.values())
+        self._rates = {own.rate for own in found if own is not None}
+        groups = [pools.schema.group_of[layer] for layer in layers]
+        self._passing = {own[RECORD] for own in groups}.pop()
+        self._index = {
+            layer: IndexFormat.of(entry, spec.compression.index_dim)
+            for layer, spec in self.layers.items()
+            for entry in pools.schema.layers[layer].pages
+            if entry.name == INDEX_KEY and spec.compression is not None
+        }
+
+    @classmethod
+    def needs(cls, spec: CompressedSpec, form: PageFormat) -> LayerSchema:
+        """Records and inputs under their windows, entries and index keys for good.
+
+        Raises:
+            BadConfig: for pages whose format does not hold them.
+        """
+        if form.quantized or form.small_records:
+            raise BadConfig(
+                "kv_cache_dtype is not a format of compressed attention's records",
+                "Use --kv-cache-dtype auto",
+            )
+        shape, own = (form.page_size, spec.head_dim), spec.compression
+        record = PageField(RECORD, shape, form.dtype, window=spec.window)
+        if own is None:
+            return LayerSchema((record,))
+        count = entries_of_page(form.page_size, own.rate)
+        width = 2 * (1 + own.overlap) * (spec.head_dim + (own.index_dim if own.index_heads else 0))
+        fields = [
+            record,
+            PageField(INPUTS, (form.page_size, width), torch.float32, window=own.reach),
+            PageField(ENTRY, (count, spec.head_dim), form.dtype),
+        ]
+        if own.index_heads:
+            fields.append(index_field(own.index_dim, replace(form, page_size=count)))
+        return LayerSchema(tuple(fields))
+
+    def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> CompressedPlan:
+        """The cells of windows, and what is seen and made of entries."""
+        stretches = None if rows is None else rows.stretches
+        return CompressedPlan(
+            batch=batch,
+            cuts=cuts,
+            rows=rows,
+            stretches=stretches,
+            windows={window: self._window(batch, window) for window in self._windows},
+            entries={rate: self._entries(batch, rate) for rate in self._rates},
+        )
+
+    def run(self, layer: int, inputs: CompressedInputs, plan: CompressedPlan) -> Tensor:
+        """Attend: -> [T, H, D] float32, or q's dtype in a layer without entries."""
+        spec, fields, q = self.layers[layer], self.pools.pages[layer], inputs.q
+        location = plan.batch.places[self._passing].location
+        half = spec.head_dim // 2
+        ops.mla_kv_store(inputs.kv[:, :half], inputs.kv[:, half:], fields[RECORD], location)
+        own, given = spec.compression, inputs.entries
+        cells, length = plan.windows[spec.window]
+        read = (q, fields[RECORD], cells, length, spec.scale, spec.head_dim)
+        if own is None or given is None:
+            o, _ = ops.sparse_mla(*read, inputs.sink, dtype=q.dtype)
+            return o
+        entries = plan.entries[own.rate]
+        self._store(layer, given, plan)
+        o, lse = ops.sparse_mla(*read, inputs.sink)
+        if not entries.width:
+            return o
+        seen, seen_lse = self._attend(layer, q, given.index, plan)
+        merged, _ = ops.merge_state_v2(
+            o, torch.logaddexp(lse, inputs.sink), seen, seen_lse, o, None
+        )
+        return merged
+
+    def _window(self, batch: Batch, window: int) -> tuple[Tensor, Tensor]:
+        size, table = self.pools.schema.page_size, batch.places[self._passing].page_table
+        back = torch.arange(window, device=batch.slot.device)
+        slot = (batch.slot.unsqueeze(1) - back).clamp(min=0)
+        cells = table[batch.row.unsqueeze(1), slot // size] * size + slot % size
+        return cells.int(), (batch.slot + 1).clamp(max=window).int()
+
+    def _entries(self, batch: Batch, rate: int) -> Entries:
+        place, size = batch.places[0], self.pools.schema.page_size
+        count, apart = entries_of_page(size, rate), max(1, rate // size)
+        table = place.page_table
+        if apart > 1:
+            table = table[:, apart - 1 :: apart].contiguous()
+        closing = (batch.slot >= 0) & ((batch.slot + 1) % rate == 0)
+        location = place.location // size * count + batch.slot % size // rate
+        return Entries(
+            size=count,
+            page_table=table,
+            seen=torch.div(batch.slot + 1, rate, rounding_mode="floor").int(),
+            width=(batch.max_slot + 1) // rate,
+            location=location.masked_fill(~closing, -1),
+        )
+
+    def _store(self, layer: int, given: EntryInputs, plan: CompressedPlan) -> None:
+        """Keep the step's inputs, and the entries and index keys that its tokens close."""
+        own, fields = self.layers[layer].compression, self.pools.pages[layer]
+        assert own is not None
+        kept, location = fields[INPUTS], plan.entries[own.rate].location
+        ops.index_k_store(given.inputs, kept, plan.batch.places[self._passing].location)
+        wide = 2 * given.compression.bias.shape[1]
+        entry = self._made(kept[..., :wide], given.compression, plan, fields[ENTRY].dtype)
+        half = entry.shape[1] // 2
+        ops.mla_kv_store(entry[:, :half], entry[:, half:], fields[ENTRY], location)
+        if given.index_compression is not None and given.index is not None:
+            form, dtype = self._index[layer], given.index.q.dtype
+            key = self._made(kept[..., wide:], given.index_compression, plan, dtype)
+            switches = form.preshuffled, form.quantized, form.rotated
+            ops.index_k_store(key, fields[INDEX_KEY], location, *switches)
+
+    def _made(
+        self, inputs: Tensor, by: Compression, plan: CompressedPlan, dtype: torch.dtype
+    ) -> Tensor:
+        """Entries [T, d] of the windows that tokens close."""
+        batch, place = plan.batch, plan.batch.places[self._passing]
+        where = inputs, place.page_table, batch.row, batch.slot
+        return ops.compress_windows(*where, by.bias, by.norm, by.eps, by.cos_sin, dtype)
+
+    def _attend(
+        self, layer: int, q: Tensor, index: IndexInputs | None, plan: CompressedPlan
+    ) -> tuple[Tensor, Tensor]:
+        """Over entries: o [T, H, D] and lse [T, H], float32."""
+        spec, cache = self.layers[layer], self.pools.pages[layer][ENTRY]
+        own = spec.compression
+        assert own is not None
+        entries = plan.entries[own.rate]
+        if index is None or entries.width <= own.topk:
+            o, lse = ops.paged_mla(
+                *(q, cache, entries.page_table, plan.batch.row, entries.seen),
+                *(spec.scale, spec.head_dim),
+                width=entries.width,
+            )
+            return o, lse
+        cells = self._selected(layer, index, own, entries, plan)
+        o, lse = ops.sparse_mla(q, cache, cells, entries.seen, spec.scale, spec.head_dim)
+        return o, lse
+
+    def _selected(
+        self,
+        layer: int,
+        index: IndexInputs,
+        own: CompressionSpec,
+        entries: Entries,
+        plan: CompressedPlan,
+    ) -> Tensor:
+        """Cells [T, topk] int32 of the entries with the best scores; -1 behind them."""
+        keys, form = self.pools.pages[layer][INDEX_KEY], self._index[layer]
+        q, weights, row = index.q, index.weights, plan.batch.row
+        if form.quantized:
+            q, weights = ops.index_q_quantize(q, weights, form.rotated)
+        found, most = [], max(1, BLOCK_BYTES // (4 * max(1, entries.width)))
+        for first in range(0, max(1, len(row)), most):
+            part = slice(first, first + most)
+            own_row, seen = row[part], entries.seen[part]
+            logits = ops.paged_mqa_logits(
+                *(q[part], weights[part], keys, entries.page_table, own_row, seen, entries.width),
+                form.preshuffled,
+                least=own.topk,
+                chunked=plan.cuts.chunked,
+            )
+            given = (None, entries.page_table, own_row, entries.size)
+            found.append(ops.select_topk(logits, seen, own.topk, *given))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def entries_of_page(size: int, rate: int) -> int:
+    """Entries that a page of so many slots holds.
+
+    Raises:
+        BadConfig: for pages that windows do not fill, nor pages windows.
+    """
+    if size % rate and rate % size:
+        raise BadConfig(
+            f"page_size is {size}, but every {rate} tokens have an entry: one has to be a multiple "
+            "of the other",
+            f"Use --page-size {rate}" if rate > 16 else "Use --page-size 64",
+        )
+    return max(1, size // rate)

@@ -1,0 +1,6 @@
+"""Compressed attention (DeepSeek-V4): entries that stand for windows of tokens."""
+
+from cairn.ops.compress.compress_windows import compress_windows
+from cairn.ops.compress.norm_rope_tail import norm_rope_tail
+
+__all__ = ["compress_windows", "norm_rope_tail"]

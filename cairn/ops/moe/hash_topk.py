@@ -1,0 +1,46 @@
+"""The experts of a router whose choice is a table by token id (hash layers: Roller et al. 2021)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops.call import Call
+from cairn.ops.checks import FLOATS, INT32, INT64, expect, expect_within
+from cairn.ops.moe import routing
+from cairn.ops.registry import op
+
+NAME = "hash_topk"
+
+
+@op
+def hash_topk(
+    gating_output: Tensor, table: Tensor, tokens: Tensor, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The experts in a token's row of the table; their weights are sqrt(log(1 + e^x)) over the sum
+    of these, times factor. In float32.
+
+    Args:
+        gating_output: [T, E] float32, bfloat16 or float16.
+        table: [V, k] int32.
+        tokens: [T] int64, ids of tokens.
+        factor: of the weights.
+    Returns:
+        Weights [T, k] float32, and ids [T, k] int32.
+    Raises:
+        BadArgument: for another shape, dtype or device, or (on a CPU) a token beyond the table or
+            an expert that there is not.
+    """
+    ids = table[tokens]
+    x = gating_output.float().gather(1, ids.long())
+    return routing.divided(torch.nn.functional.softplus(x).sqrt()) * factor, ids
+
+
+@hash_topk.check
+def _(call: Call) -> None:
+    expect(NAME, "gating_output", call.gating_output, 2, FLOATS)
+    tokens, experts = call.gating_output.shape
+    expect(NAME, "table", call.table, 2, INT32, call.gating_output)
+    expect(NAME, "tokens", call.tokens, (tokens,), INT64, call.gating_output)
+    expect_within(NAME, "tokens", call.tokens, len(call.table))
+    expect_within(NAME, "table", call.table, experts)

@@ -1,0 +1,80 @@
+"""Attention of all heads over one record a token: those in a window, and entries that stand for
+earlier tokens (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cairn.specs.backends import COMPRESSED
+from cairn.specs.rotary import RotarySpec
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionSpec:
+    """How earlier tokens become entries.
+
+    Attributes:
+        rate: m, tokens of a window; entry e is final when token (e + 1) m - 1 is there.
+        overlap: an entry is also made of the window before.
+        index_heads, index_dim: heads of the indexer that selects entries, and their size; 0: none,
+            and every entry is read.
+        topk: entries that a query reads, at most, with an indexer.
+    """
+
+    rate: int
+    overlap: bool
+    index_heads: int = 0
+    index_dim: int = 0
+    topk: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Tokens of which an entry is made, up to the one that closes its window."""
+        return self.rate * (1 + self.overlap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedSpec:
+    """Softmax attention over records, which are keys and values of all heads.
+
+    Attributes:
+        num_heads, head_dim: H and D.
+        q_lora_rank: width of the latent of queries.
+        out_groups, out_rank: outputs of H / out_groups heads are projected together, to out_rank.
+        rotary: of the last dimensions of queries, records and entries; outputs are rotated back.
+        window: tokens whose records a query reads, its own included.
+        eps: of all norms.
+        compression: of earlier tokens; None: there are no entries.
+        backend: name of the attention backend.
+    """
+
+    num_heads: int
+    head_dim: int
+    q_lora_rank: int
+    out_groups: int
+    out_rank: int
+    rotary: RotarySpec
+    window: int
+    eps: float
+    compression: CompressionSpec | None = None
+    backend: str = COMPRESSED
+
+    @property
+    def selects(self) -> bool:
+        """Its queries select entries, not pages: nothing is reported of pages."""
+        return False
+
+    @property
+    def scale(self) -> float:
+        """Of scores."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def description(self) -> str:
+        """In words, for `cairn inspect`."""
+        text = f"{self.num_heads} heads over records of {self.head_dim}, window {self.window}"
+        own = self.compression
+        if own is None:
+            return text
+        read = f"top {own.topk} of them" if own.index_heads else "all of them"
+        return f"{text}, and an entry for {own.rate} tokens, {read}"

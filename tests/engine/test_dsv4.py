@@ -1,0 +1,146 @@
+"""DeepSeek-V4 through the whole engine against its formulas, and what it keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cairn.errors import BadConfig, BadModel
+from tests.engine.dsv4 import (
+    CONFIG,
+    HEAVY,
+    IN_BLOCKS,
+    QUANTISED,
+    SPARSE,
+    Reference,
+    blocked,
+    coded,
+    made,
+    saved,
+    write,
+)
+from tests.engine.harness import assert_same, engine, greedy, run, text
+from tests.support import shows
+
+BOUND = 1e-4
+"""Of the largest logit."""
+LENGTHS = (3, 4, 19, 20, 21, 31, 32, 33, 63, 64, 65, 130)
+"""Around entries, the window, pages, and so many entries that some are not selected."""
+OPTIONS = {"page_size": 16, "kv_cache_memory": "16MiB"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder and what the formulas say of it."""
+    folder = tmp_path_factory.mktemp("v4")
+    return folder, Reference(CONFIG, saved(folder))
+
+
+@shows("deepseek_v4", "reference logits", "sliding window", "batching")
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_prefill_and_decode_equal_the_formulas(model, page_size):
+    folder, reference = model
+    built = engine(str(folder), **OPTIONS | {"page_size": page_size})
+    prompts = [text(n, n, 150) for n in LENGTHS]
+    params = greedy(12, prompt_logprobs=True)
+    for prompt, got in zip(prompts, run(built, prompts, params, budgets=[97]), strict=True):
+        logits = reference.logits([*prompt, *got.tokens[:-1]])
+        wanted = logits.log_softmax(-1).numpy()
+        bound = BOUND * logits.abs().max().item()
+        assert np.abs(got.prompt_logprobs - wanted[: len(prompt) - 1]).max(initial=0) < bound
+        assert np.abs(got.logprobs - wanted[len(prompt) - 1 :]).max() < bound
+        assert got.tokens == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@shows("deepseek_v4", "chunked prefill")
+@pytest.mark.parametrize("chunk", [1, 3, 5, 19, 31, 64])
+def test_chunks(model, chunk):
+    prompt, params = text(7, 131, 150), greedy(3, prompt_logprobs=True)
+    whole, parts = (
+        run(engine(str(model[0]), **OPTIONS), [prompt], params, budgets)[0]
+        for budgets in ((), [chunk])
+    )
+    assert_same(whole, parts)
+
+
+@shows("deepseek_v4", "prefix cache")
+@pytest.mark.parametrize("length", [17, 48, 49, 100])
+def test_a_cached_prefix_of_any_number_of_pages(model, length):
+    """Windows of tokens are open where most of these end."""
+    built = engine(str(model[0]), **OPTIONS)
+    prompt = text(9, 100, 150)
+    run(built, [prompt[:length]], greedy(1))
+    (found,) = run(built, [prompt], greedy(5))
+    assert found.cached == (length // 16 * 16 if length < 100 else 96)
+    (cold,) = run(engine(str(model[0]), **OPTIONS), [prompt], greedy(5))
+    assert_same(found, cold)
+
+
+@shows("deepseek_v4", "speculation")
+def test_rejected_guesses_leave_nothing_behind(model):
+    """Guesses close windows that the tokens in their place close otherwise."""
+    options = OPTIONS | {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}
+    prompt = text(3, 40, 150) * 2
+    plain = run(engine(str(model[0]), **OPTIONS), [prompt], greedy(40))[0]
+    guessed = run(engine(str(model[0]), **options), [prompt], greedy(40))[0]
+    assert_same(guessed, plain)
+
+
+def test_what_layers_keep(tmp_path):
+    """Entries and index keys for good; records and inputs of entries under their windows."""
+    schema = made(tmp_path).runner.pools.schema
+    pages = [layer.pages for layer in schema.layers]
+    kept = [{field.name: (field.shape, field.window) for field in fields} for fields in pages]
+    record = {"record": ((16, 32), 20)}
+    sparse = {
+        "inputs": ((16, 4 * (32 + 16)), 8),
+        "entry": ((4, 32), None),
+        "index_key": ((4, 16), None),
+    }
+    heavy = {"inputs": ((16, 2 * 32), 32), "entry": ((1, 32), None)}
+    assert kept == [record, record | sparse, record | heavy, record | sparse]
+    assert schema.reach == 2
+
+
+@shows("deepseek_v4", "quantised weights")
+def test_quantised_checkpoints_give_the_logits_of_what_they_hold(tmp_path):
+    """Matrices in e4m3 blocks, experts in e2m1; scales in e8m0."""
+    changes = {"hidden_size": 160, "q_lora_rank": 136, "moe_intermediate_size": 64}
+    weights = saved(tmp_path, **changes)
+    config = CONFIG | changes
+    stored, plain = {}, {}
+    for name, tensor in weights.items():
+        if ".experts." in name:
+            plain[name] = coded(stored, name, tensor)
+        elif name.endswith("weight") and any(part in name for part in IN_BLOCKS):
+            plain[name] = blocked(stored, name, tensor)
+        else:
+            stored[name] = plain[name] = tensor
+    write(tmp_path, config | QUANTISED, stored)
+    prompt = text(5, 70, 150)
+    (got,) = run(engine(str(tmp_path), **OPTIONS), [prompt], greedy(4, prompt_logprobs=True))
+    logits = Reference(config, plain).logits(prompt)
+    error = np.abs(got.prompt_logprobs - logits.log_softmax(-1).numpy()[:-1]).max()
+    assert error < BOUND * logits.abs().max().item()
+    missing = next(name for name in stored if name.endswith("w1.scale"))
+    stored.pop(missing)
+    write(tmp_path, config | QUANTISED, stored)
+    with pytest.raises(BadModel, match=missing):
+        engine(str(tmp_path), **OPTIONS)
+
+
+def test_page_sizes_that_windows_do_not_fill_are_refused(model):
+    with pytest.raises(BadConfig, match="page_size is 24.*every 32 tokens"):
+        engine(str(model[0]), **OPTIONS | {"page_size": 24})
+
+
+def test_kinds_without_entries_alone(tmp_path):
+    """Short rates, and a model in which every layer sees a window alone."""
+    changes = {"layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2}
+    reference = Reference(CONFIG | changes, saved(tmp_path, **changes))
+    prompt = text(2, 50, 150)
+    (got,) = run(engine(str(tmp_path), **OPTIONS), [prompt], greedy(2, prompt_logprobs=True))
+    logits = reference.logits(prompt)
+    error = np.abs(got.prompt_logprobs - logits.log_softmax(-1).numpy()[:-1]).max()
+    assert error < BOUND * logits.abs().max().item()
+    assert {SPARSE, HEAVY}.isdisjoint(changes["layer_types"])
