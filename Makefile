@@ -33,8 +33,8 @@ test: $(STAMP) ## the CPU suite: seven to eleven minutes on two cores, no GPU, n
 # part. Compiling kernels takes most of the time and happens on the CPU: with pytest-xdist several
 # processes share the GPU.
 GPU_TESTS := tests/ops tests/runner tests/failures $(addprefix tests/engine/test_, \
-	goldens.py invariance.py selection.py overlap.py kv_cache_dtype.py dsa_gpu.py dense.py draft_head.py \
-	speculation.py warmup.py window_pages.py) tests/bench/test_timing.py tests/train
+	goldens.py invariance.py selection.py overlap.py kv_cache_dtype.py dsa_gpu.py dsv4_gpu.py dense.py \
+	draft_head.py speculation.py warmup.py window_pages.py) tests/bench/test_timing.py tests/train
 GPU_WORKERS ?= 12
 GPU_PARALLEL = $$(python3 -c 'import xdist' 2>/dev/null && echo --numprocesses=$(GPU_WORKERS) --dist=worksteal)
 

@@ -140,6 +140,55 @@ _DSA_LITE: dict[str, Any] = {
 }
 """DeepSeek-V2-Lite's widths with V3.2's attention: it fits one GPU."""
 
+_V4_SLICE: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 4, 128, 4],
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "sliding_window": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "num_hash_layers": 1,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 65536,
+    },
+    "vocab_size": 129280,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1 << 20,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""DeepSeek-V4-Flash's widths and every kind of its layers: it fits one GPU."""
+
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "345m": {
         "hsa": _BLOCK_345M | _LANDMARKS_345M,
@@ -150,10 +199,12 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "dense": _BLOCK_7B | _WITHOUT_LANDMARKS_7B,
     },
     "dsa-lite": {"dsa": _DSA_LITE},
+    "v4-slice": {"compressed": _V4_SLICE},
 }
 """Shape -> attention kind ("hsa"; "dense": the same layers without landmarks; "dsa": latent
-attention over tokens that an indexer selects) -> config.json."""
-KINDS = ("hsa", "dense", "dsa")
+attention over tokens that an indexer selects; "compressed": over a window and entries that stand
+for earlier tokens) -> config.json."""
+KINDS = ("hsa", "dense", "dsa", "compressed")
 
 
 def kinds_of(shape: str) -> tuple[str, ...]:

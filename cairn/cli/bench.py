@@ -35,7 +35,7 @@ KINDS = ("hsa", "dense", "dsa")
 shape_option = click.option(
     "--shape",
     metavar="NAME",
-    help="A published geometry with random weights: 345m, 7b or dsa-lite.",
+    help="A published geometry with random weights: 345m, 7b, dsa-lite or v4-slice.",
 )
 output_option = click.option(
     "--output",

@@ -127,7 +127,7 @@ class CompressedAttention(nn.Module):
         x, spec, cos_sin = h.value(), self.spec, angles.of(self.rotary)
         heads, dim = spec.num_heads, spec.head_dim
         q_latent, kv = self.down(x).split((spec.q_lora_rank, dim), dim=-1)
-        projected = self.q_up(self.q_norm(q_latent.contiguous()))
+        projected = self.q_up(self.q_norm(q_latent))
         q = projected[:, : heads * dim].unflatten(1, (heads, dim))
         q = ops.norm_rope_tail(q, cos_sin, eps=spec.eps)
         kv = ops.norm_rope_tail(kv.unsqueeze(1), cos_sin, self.kv_norm.weight, spec.eps).squeeze(1)

@@ -255,7 +255,7 @@ class Reference:
         q = self._turn(q, torch.arange(len(x)), True)
         w = x @ self.w[f"{at}weights_proj.weight"].T * (heads * dim) ** -0.5
         scores = torch.einsum("th,thk->tk", w, torch.einsum("thd,kd->thk", q, keys).relu())
-        best = scores.masked_fill(~visible, -torch.inf).sort(1, descending=True, stable=True)
+        best = scores.masked_fill(~visible, -torch.inf).sort(dim=1, descending=True, stable=True)
         chosen = torch.zeros_like(visible)
         return chosen.scatter(1, best.indices[:, : c["index_topk"]], True) & visible
 
@@ -266,7 +266,7 @@ class Reference:
         table = self.w.get(f"{at}gate.tid2eid")
         if table is None:
             ranks = scores + self.w[f"{at}gate.bias"]
-            best = ranks.sort(1, descending=True, stable=True)
+            best = ranks.sort(dim=1, descending=True, stable=True)
             chosen = best.indices[:, :active]
         else:
             chosen = table[ids].long()

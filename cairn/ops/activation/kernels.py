@@ -67,11 +67,13 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit(early=())
 def activation_kernel(
-    x, out, expert_ids, x_stride, out_stride, width, step,
+    x, out, expert_ids, x_stride, out_stride, width, step, limit,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    CLAMPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[row] = act(x[row, :width]), GATED: * x[row, width:]. A row has BLOCKS programs.
+
+    CLAMPED: the first half is at most `limit`, the second between -limit and limit.
 
     expert_ids: None, or row r is written where expert_ids[r // step] is not -1.
     PDL: as in `await_previous`.
@@ -83,7 +85,13 @@ def activation_kernel(
     if expert_ids is not None:
         inside = inside & (tl.load(expert_ids + row // step) != -1)
     at = x + row * x_stride + column
-    value = activated(tl.load(at, mask=inside, other=0.0).to(tl.float32), KIND)
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if CLAMPED:
+        value = tl.minimum(value, limit)
+    value = activated(value, KIND)
     if GATED:
-        value *= tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        if CLAMPED:
+            factor = tl.minimum(tl.maximum(factor, -limit), limit)
+        value *= factor
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)

@@ -101,8 +101,10 @@ def launch(
     step: int,
     *,
     gates: int,
+    limit: float = 0.0,
 ) -> Tensor:
-    """`activation_kernel` over input [..., gates * d] with its numbers side by side."""
+    """`activation_kernel` over input [..., gates * d] with its numbers side by side; limit: of
+    these, 0: none."""
     width = input.shape[-1] // gates
     x = input.reshape(input.shape[:-1].numel(), gates * width)
     result = out
@@ -127,10 +129,12 @@ def launch(
             out_stride=width,
             width=width,
             step=step,
+            limit=float(limit),
             BLOCKS=blocks,
             BLOCK=block,
             KIND=kind,
             GATED=gates == 2,
+            CLAMPED=limit > 0,
             PDL=pdl,
             num_warps=warps,
         )

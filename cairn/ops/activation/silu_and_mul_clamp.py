@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
+from cairn.ops.activation import launch
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.registry import op
@@ -36,3 +38,10 @@ def _(call: Call) -> None:
         refuse(NAME, "input", f"has shape {list(call.input.shape)}, not [..., 2d]")
     if not call.limit > 0:
         refuse(NAME, "limit", f"is {call.limit}, not a number > 0")
+
+
+@silu_and_mul_clamp.implementation(
+    "triton", devices=gpu.DEVICES, when=launch.in_rows, replayed=True
+)
+def _(call: Call) -> Tensor:
+    return launch.launch("silu", call.input, None, None, 1, gates=2, limit=call.limit)

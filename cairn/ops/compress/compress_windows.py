@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.attention import paging
 from cairn.ops.call import Call
 from cairn.ops.checks import (
@@ -16,10 +17,13 @@ from cairn.ops.checks import (
     expect_within,
     refuse,
 )
+from cairn.ops.compress.kernels import compress_kernel
 from cairn.ops.compress.norm_rope_tail import norm_rope_tail
 from cairn.ops.registry import op
 
 NAME = "compress_windows"
+NUMBERS, WARPS = 4096, 4
+"""Numbers that a program reads at once, and its warps."""
 
 
 @op
@@ -128,3 +132,48 @@ def _(call: Call) -> None:
     check_dtype(NAME, call.dtype)
     expect_within(NAME, "row", call.row, len(call.page_table))
     expect_within(NAME, "slot", call.slot, call.page_table.shape[1] * size, begin=None)
+
+
+@compress_windows.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: (
+        call.norm.shape[0] % 2 == 0
+        and call.page_table.stride(1) == 1
+        and call.cos_sin.stride(1) == 1
+        and all(x.is_contiguous() for x in (call.row, call.slot, call.bias, call.norm))
+    ),
+    replayed=True,
+)
+def _(call: Call) -> Tensor:
+    (rate, wide), dim, device = call.bias.shape, call.norm.shape[0], call.slot.device
+    tokens, padded = len(call.slot), gpu.next_power_of_2(dim)
+    out = gpu.empty((tokens, dim), call.dtype or torch.float32, device)
+    if not tokens:
+        return out
+    items = wide // dim * rate
+    compress_kernel[(tokens,)](
+        inputs=call.inputs,
+        table=call.page_table,
+        rows=call.row,
+        slots=call.slot,
+        bias=call.bias,
+        norm=call.norm,
+        cos_sin=call.cos_sin,
+        out=out,
+        eps=call.eps,
+        page_stride=call.inputs.stride(0),
+        slot_stride=call.inputs.stride(1),
+        table_stride=call.page_table.stride(0),
+        angle_stride=call.cos_sin.stride(0),
+        DIM=dim,
+        DP=padded,
+        WIDE=wide,
+        RATE=rate,
+        ITEMS=items,
+        SIZE=call.inputs.shape[1],
+        ROTATED=call.cos_sin.shape[1],
+        AT_ONCE=max(1, min(gpu.next_power_of_2(items), NUMBERS // padded)),
+        num_warps=WARPS,
+    )
+    return out

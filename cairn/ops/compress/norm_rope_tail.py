@@ -5,11 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_dtype, expect, refuse
+from cairn.ops.compress.kernels import norm_rope_tail_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 
 NAME = "norm_rope_tail"
+NUMBERS, WARPS = 4096, 4
+"""Of a program."""
 
 
 @op
@@ -64,3 +69,48 @@ def _(call: Call) -> None:
         if call.eps is None:
             refuse(NAME, "weight", "is given, but no eps: without a norm there is no weight")
     check_dtype(NAME, call.dtype)
+
+
+@norm_rope_tail.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: (
+        call.x.stride(2) == 1
+        and call.x.shape[2] % 2 == 0
+        and gpu.within_32_bits(call.x)
+        and call.cos_sin.stride(1) == 1
+        and (call.weight is None or call.weight.is_contiguous())
+    ),
+    replayed=True,
+)
+def _(call: Call) -> Tensor:
+    tokens, heads, dim = call.x.shape
+    out = gpu.empty(call.x.shape, call.dtype or call.x.dtype, call.x.device)
+    if not tokens or not heads:
+        return out
+    padded = gpu.next_power_of_2(dim)
+    at_once = max(1, min(gpu.next_power_of_2(heads), NUMBERS // padded))
+    groups = -(-heads // at_once)
+    pdl = uses_pdl(call.x.device, tokens, groups * WARPS)
+    norm_rope_tail_kernel[(tokens * groups,)](
+        x=call.x,
+        cos_sin=call.cos_sin,
+        weight=call.weight,
+        out=out,
+        x_stride=call.x.stride(0),
+        head_stride=call.x.stride(1),
+        angle_stride=call.cos_sin.stride(0),
+        heads=heads,
+        eps=0.0 if call.eps is None else call.eps,
+        DIM=dim,
+        DP=padded,
+        ROTATED=call.cos_sin.shape[1],
+        HEADS=at_once,
+        GROUPS=groups,
+        NORMED=call.eps is not None,
+        INVERSE=call.inverse,
+        PDL=pdl,
+        num_warps=WARPS,
+        **pdl_option(pdl),
+    )
+    return out

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, expect
-from cairn.ops.hyper.mhc_pre import check_streams, gathered, mixed
+from cairn.ops.hyper import launch
+from cairn.ops.hyper.mhc_pre import check_streams, gathered, mhc_pre, mixed
 from cairn.ops.registry import op
 
 NAME = "mhc_head"
@@ -39,3 +41,17 @@ def _(call: Call) -> None:
     expect(NAME, "streams", call.streams, 3, FLOATS)
     check_streams(NAME, call.streams, call.fn, call.base, call.streams.shape[1])
     expect(NAME, "scale", call.scale, (1,), FLOAT32, call.streams)
+
+
+@mhc_head.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: launch.fits(call.streams, call.fn, call.scale, call.base),
+    replayed=True,
+)
+def _(call: Call) -> Tensor:
+    eps = call.norm_eps, call.eps
+    return launch.gather(call.streams, call.fn, call.scale, call.base, eps)[0]
+
+
+mhc_head.tolerance(mhc_pre.tolerances, mhc_pre.tolerance_reason)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, expect
+from cairn.ops.hyper import launch
 from cairn.ops.registry import op
 
 NAME = "mhc_post"
@@ -38,3 +40,13 @@ def _(call: Call) -> None:
     expect(NAME, "delta", call.delta, (tokens, hidden), (call.streams.dtype,), call.streams)
     expect(NAME, "post", call.post, (tokens, count), FLOAT32, call.streams)
     expect(NAME, "mix", call.mix, (tokens, count, count), FLOAT32, call.streams)
+
+
+@mhc_post.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: launch.fits(call.streams, call.post, call.mix) and call.delta.stride(1) == 1,
+    replayed=True,
+)
+def _(call: Call) -> None:
+    launch.enter(call.streams, call.delta, call.post, call.mix)

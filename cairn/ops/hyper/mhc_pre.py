@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, FLOATS, check_least, expect
+from cairn.ops.hyper import launch
 from cairn.ops.registry import op
 
 NAME = "mhc_pre"
@@ -86,3 +88,22 @@ def _(call: Call) -> None:
     check_streams(NAME, call.streams, call.fn, call.base, (2 + count) * count)
     expect(NAME, "scale", call.scale, (3,), FLOAT32, call.streams)
     check_least(NAME, "iterations", call.iterations, 1)
+
+
+@mhc_pre.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: launch.fits(call.streams, call.fn, call.scale, call.base),
+    replayed=True,
+)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    eps = call.norm_eps, call.eps
+    x, post, mix = launch.gather(call.streams, call.fn, call.scale, call.base, eps, call.iterations)
+    assert post is not None and mix is not None
+    return x, post, mix
+
+
+mhc_pre.tolerance(
+    {torch.float32: (1e-4, 1e-5)},
+    "sums over all streams in another order, of which exponentials are taken",
+)

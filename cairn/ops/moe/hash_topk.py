@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT32, INT64, expect, expect_within
 from cairn.ops.moe import routing
+from cairn.ops.moe.kernels.routing import hash_kernel
+from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 
 NAME = "hash_topk"
@@ -44,3 +47,38 @@ def _(call: Call) -> None:
     expect(NAME, "tokens", call.tokens, (tokens,), INT64, call.gating_output)
     expect_within(NAME, "tokens", call.tokens, len(call.table))
     expect_within(NAME, "table", call.table, experts)
+
+
+@hash_topk.implementation(
+    "triton",
+    devices=gpu.DEVICES,
+    when=lambda call: (
+        call.gating_output.stride(1) == 1
+        and call.table.is_contiguous()
+        and call.tokens.is_contiguous()
+    ),
+    replayed=True,
+)
+def _(call: Call) -> tuple[Tensor, Tensor]:
+    (tokens, experts), topk = call.gating_output.shape, call.table.shape[1]
+    device = call.gating_output.device
+    weights = gpu.empty((tokens, topk), torch.float32, device)
+    ids = gpu.empty((tokens, topk), torch.int32, device)
+    pdl = uses_pdl(device, tokens, 1)
+    if tokens:
+        hash_kernel[(tokens,)](
+            gating=call.gating_output,
+            table=call.table,
+            tokens=call.tokens,
+            weights=weights,
+            ids=ids,
+            gating_stride=call.gating_output.stride(0),
+            experts=experts,
+            topk=topk,
+            factor=float(call.factor),
+            KP=gpu.next_power_of_2(topk),
+            PDL=pdl,
+            num_warps=1,
+            **pdl_option(pdl),
+        )
+    return weights, ids

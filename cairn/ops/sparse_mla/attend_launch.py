@@ -39,7 +39,7 @@ class Candidates:
 def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
     """Queries and records that the kernel reads."""
     rope, quantized = q.shape[2] - latent, records.is_quantized(cache)
-    if latent > MOST_LATENT or rope < 1 or q.stride(2) != 1:
+    if latent > MOST_LATENT or q.stride(2) != 1:
         return False
     if not quantized:
         return True

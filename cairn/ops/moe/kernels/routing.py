@@ -126,3 +126,23 @@ def routing_kernel(
     there = slot < topk + shared
     tl.store(weights + row * weights_stride + slot, weight * factor, mask=there)
     tl.store(ids + row * ids_stride + slot, chosen, mask=there)
+
+
+@triton.jit(early=())
+def hash_kernel(
+    gating, table, tokens, weights, ids, gating_stride, experts, topk, factor,
+    KP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The experts [topk] of a token's row of the table, and their weights; see `hash_topk`. KP:
+    topk, padded. PDL: as in `await_previous`."""
+    await_previous(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, KP)
+    inside = place < topk
+    chosen = tl.load(table + tl.load(tokens + token) * topk + place, mask=inside, other=0)
+    known = inside & (chosen >= 0) & (chosen < experts)
+    x = tl.load(gating + token * gating_stride + chosen, mask=known, other=0.0).to(tl.float32)
+    score = tl.where(inside, score_of(x, inside, 0.0, "sqrtsoftplus", False), 0.0)
+    to = token * topk + place
+    tl.store(weights + to, score / tl.sum(score, 0) * factor, mask=inside)
+    tl.store(ids + to, chosen, mask=inside)

@@ -102,14 +102,16 @@ def attend(
         line, inside = lines_of(
             candidate, candidate < end, source, capacity, page_stride, slot_stride, SIZE, PAGED
         )
-        if scales is None:
-            rope = load_part(cache + LATENT, line, inside, 0, ROPE, q_rope.shape[1])
-        else:
-            behind: tl.constexpr = (LATENT + LATENT // 32) // 2
-            rope = load_part(ropes + behind, line // 2, inside, 0, ROPE, q_rope.shape[1])
-            rope = rope.to(dtype)
         v0 = load_latent(cache, scales, line, inside, 0, LATENT, width, dtype)
-        logits = tl.dot(q_rope, tl.trans(rope), input_precision=PRECISION)
+        logits = tl.zeros([lines, KEYS], tl.float32)
+        if ROPE:
+            if scales is None:
+                rope = load_part(cache + LATENT, line, inside, 0, ROPE, q_rope.shape[1])
+            else:
+                behind: tl.constexpr = (LATENT + LATENT // 32) // 2
+                rope = load_part(ropes + behind, line // 2, inside, 0, ROPE, q_rope.shape[1])
+                rope = rope.to(dtype)
+            logits = tl.dot(q_rope, tl.trans(rope), logits, input_precision=PRECISION)
         logits = tl.dot(q0, tl.trans(v0), logits, input_precision=PRECISION)
         if TILES > 1:
             v1 = load_latent(cache, scales, line, inside, 1, LATENT, width, dtype)

@@ -1,0 +1,140 @@
+"""Kernels of hyper-connections."""
+
+from __future__ import annotations
+
+from cairn.ops.gpu import tl, triton
+from cairn.ops.grid import row_and_part
+from cairn.ops.pdl import await_previous
+
+
+@triton.jit
+def products_kernel(
+    streams, fn, part, tokens, width, stride,
+    ROWS: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    SPAN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """part [splits, tokens, NP] = products of BT tokens with the ROWS rows of fn, and behind them
+    their sums of squares, over one of the splits: SPAN numbers of a token.
+
+    Args:
+        width: numbers of a token, which lie side by side.
+        stride: from token to token.
+    """
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    split = tl.program_id(1)
+    row, column = tl.arange(0, NP), tl.arange(0, BK)
+    alive = token < tokens
+    at = streams + token.to(tl.int64)[:, None] * stride
+    total = tl.zeros([BT, NP], tl.float32)
+    squares = tl.zeros([BT], tl.float32)
+    for begin in range(0, SPAN, BK):
+        place = split * SPAN + begin + column
+        shown = place < width
+        x = tl.load(at + place[None, :], mask=alive[:, None] & shown[None, :], other=0.0)
+        x = x.to(tl.float32)
+        matrix = tl.load(
+            fn + row[None, :] * width + place[:, None],
+            mask=(row < ROWS)[None, :] & shown[:, None],
+            other=0.0,
+        )
+        total = tl.dot(x, matrix, total, input_precision=PRECISION)
+        squares += tl.sum(x * x, 1)
+    total = tl.where((row == ROWS)[None, :], squares[:, None], total)
+    to = part + (split * tokens + token).to(tl.int64)[:, None] * NP + row[None, :]
+    tl.store(to, total, mask=alive[:, None] & (row <= ROWS)[None, :])
+
+
+@triton.jit
+def sums_of(part, token, tokens, splits, first, shape, inside, NP: tl.constexpr):
+    """Sums over splits of the products of a token, from `first` + `shape` on where inside."""
+    total = tl.zeros(shape.shape, tl.float32)
+    for split in range(splits):
+        at = part + (split * tokens + token) * NP + first + shape
+        total += tl.load(at, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def mixing(y, inside, eps, iterations):
+    """Logits [NP, NP] become a matrix whose rows and columns sum up to 1, nearly."""
+    logits = tl.where(inside, y, float("-inf"))
+    best = tl.max(logits, 1)
+    best = tl.where(best == float("-inf"), 0.0, best)
+    power = tl.exp(logits - best[:, None])
+    total = tl.sum(power, 1)
+    mix = tl.where(inside, power / tl.where(total == 0.0, 1.0, total)[:, None] + eps, 0.0)
+    mix = mix / (tl.sum(mix, 0) + eps)[None, :]
+    for _ in range(iterations - 1):
+        mix = mix / (tl.sum(mix, 1) + eps)[:, None]
+        mix = mix / (tl.sum(mix, 0) + eps)[None, :]
+    return mix
+
+
+@triton.jit
+def gather_kernel(
+    streams, part, scale, base, x, post, mix, tokens, splits, hidden, stride, norm_eps, eps,
+    iterations,
+    COUNT: tl.constexpr, CP: tl.constexpr, ROWS: tl.constexpr, NP: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A token's sum of COUNT streams [hidden], BLOCK numbers of it, and by the first program of a
+    token also post and mix (None: only the sum); see `mhc_pre` and `mhc_head`.
+
+    Args:
+        part: from `products_kernel`, [splits, tokens, NP], sums of squares in column ROWS.
+        stride: of streams, from token to token.
+        CP: COUNT, padded.
+        PARTS: programs of a token.
+    """
+    token, piece = row_and_part(PARTS)
+    one, number = tl.arange(0, 1), tl.arange(0, CP)
+    squares = tl.sum(sums_of(part, token, tokens, splits, ROWS, one, one == 0, NP), 0)
+    factor = tl.rsqrt(squares / (COUNT * hidden) + norm_eps)
+    alive = number < COUNT
+    y = sums_of(part, token, tokens, splits, 0, number, alive, NP) * factor
+    y = y * tl.load(scale) + tl.load(base + number, mask=alive, other=0.0)
+    weight = tl.where(alive, 1.0 / (1.0 + tl.exp(-y)) + eps, 0.0)
+    column = piece * BLOCK + tl.arange(0, BLOCK)
+    shown = alive[:, None] & (column < hidden)[None, :]
+    at = streams + token * stride + number[:, None] * hidden + column[None, :]
+    taken = tl.load(at, mask=shown, other=0.0).to(tl.float32)
+    total = tl.sum(taken * weight[:, None], 0)
+    to = x + token * hidden + column
+    tl.store(to, total.to(x.dtype.element_ty), mask=column < hidden)
+    if post is not None:  # noqa: SIM102 - known when it is compiled
+        if piece == 0:
+            y = sums_of(part, token, tokens, splits, COUNT, number, alive, NP) * factor
+            y = y * tl.load(scale + 1)
+            y += tl.load(base + COUNT + number, mask=alive, other=0.0)
+            tl.store(post + token * COUNT + number, 2.0 / (1.0 + tl.exp(-y)), mask=alive)
+            cell = number[:, None] * COUNT + number[None, :]
+            inside = alive[:, None] & alive[None, :]
+            y = sums_of(part, token, tokens, splits, 2 * COUNT, cell, inside, NP) * factor
+            y = y * tl.load(scale + 2)
+            y += tl.load(base + 2 * COUNT + cell, mask=inside, other=0.0)
+            made = mixing(y, inside, eps, iterations)
+            tl.store(mix + token * COUNT * COUNT + cell, made, mask=inside)
+
+
+@triton.jit(early=())
+def post_kernel(
+    streams, delta, post, mix, hidden, stride, delta_stride,
+    COUNT: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK numbers of a token's COUNT streams, changed in place; see `mhc_post`. CP: COUNT,
+    padded. PARTS: programs of a token. PDL: as in `await_previous`."""
+    await_previous(PDL)
+    token, piece = row_and_part(PARTS)
+    number = tl.arange(0, CP)
+    alive = number < COUNT
+    column = piece * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    at = streams + token * stride + number[:, None] * hidden + column[None, :]
+    before = tl.load(at, mask=alive[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    added = tl.load(delta + token * delta_stride + column, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(COUNT):
+        weight = tl.load(mix + (token * COUNT + number) * COUNT + k, mask=alive, other=0.0)
+        total = added * tl.load(post + token * COUNT + k) + tl.sum(before * weight[:, None], 0)
+        to = streams + token * stride + k * hidden + column
+        tl.store(to, total.to(streams.dtype.element_ty), mask=inside)
