@@ -24,8 +24,6 @@ from tests.support import shows
 
 BOUND = 1e-4
 """Of the largest logit."""
-LENGTHS = (3, 4, 19, 20, 21, 31, 32, 33, 63, 64, 65, 130)
-"""Around entries, the window, pages, and so many entries that some are not selected."""
 OPTIONS = {"page_size": 16, "kv_cache_memory": "16MiB"}
 
 
@@ -37,25 +35,28 @@ def model(tmp_path_factory):
 
 
 @shows("deepseek_v4", "reference logits", "sliding window", "batching")
-@pytest.mark.parametrize("page_size", [8, 64])
-def test_prefill_and_decode_equal_the_formulas(model, page_size):
+@pytest.mark.parametrize(
+    ("page_size", "lengths"), [(8, (3, 19, 20, 33, 64)), (64, (4, 21, 31, 32, 130))]
+)
+def test_prefill_and_decode_equal_the_formulas(model, page_size, lengths):
+    """Around entries, the window, pages, and so many entries that some are not selected."""
     folder, reference = model
     built = engine(str(folder), **OPTIONS | {"page_size": page_size})
-    prompts = [text(n, n, 150) for n in LENGTHS]
-    params = greedy(12, prompt_logprobs=True)
+    prompts = [text(n, n, 150) for n in lengths]
+    params = greedy(5, prompt_logprobs=True)
     for prompt, got in zip(prompts, run(built, prompts, params, budgets=[97]), strict=True):
         logits = reference.logits([*prompt, *got.tokens[:-1]])
         wanted = logits.log_softmax(-1).numpy()
         bound = BOUND * logits.abs().max().item()
-        assert np.abs(got.prompt_logprobs - wanted[: len(prompt) - 1]).max(initial=0) < bound
+        assert np.abs(got.prompt_logprobs - wanted[: len(prompt) - 1]).max() < bound
         assert np.abs(got.logprobs - wanted[len(prompt) - 1 :]).max() < bound
         assert got.tokens == logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 @shows("deepseek_v4", "chunked prefill")
-@pytest.mark.parametrize("chunk", [1, 3, 5, 19, 31, 64])
+@pytest.mark.parametrize("chunk", [3, 19, 31, 64])
 def test_chunks(model, chunk):
-    prompt, params = text(7, 131, 150), greedy(3, prompt_logprobs=True)
+    prompt, params = text(7, 100, 150), greedy(2, prompt_logprobs=True)
     whole, parts = (
         run(engine(str(model[0]), **OPTIONS), [prompt], params, budgets)[0]
         for budgets in ((), [chunk])
@@ -64,15 +65,15 @@ def test_chunks(model, chunk):
 
 
 @shows("deepseek_v4", "prefix cache")
-@pytest.mark.parametrize("length", [17, 48, 49, 100])
+@pytest.mark.parametrize("length", [17, 48, 100])
 def test_a_cached_prefix_of_any_number_of_pages(model, length):
     """Windows of tokens are open where most of these end."""
     built = engine(str(model[0]), **OPTIONS)
     prompt = text(9, 100, 150)
     run(built, [prompt[:length]], greedy(1))
-    (found,) = run(built, [prompt], greedy(5))
+    (found,) = run(built, [prompt], greedy(2))
     assert found.cached == (length // 16 * 16 if length < 100 else 96)
-    (cold,) = run(engine(str(model[0]), **OPTIONS), [prompt], greedy(5))
+    (cold,) = run(engine(str(model[0]), **OPTIONS), [prompt], greedy(2))
     assert_same(found, cold)
 
 
@@ -80,9 +81,9 @@ def test_a_cached_prefix_of_any_number_of_pages(model, length):
 def test_rejected_guesses_leave_nothing_behind(model):
     """Guesses close windows that the tokens in their place close otherwise."""
     options = OPTIONS | {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}
-    prompt = text(3, 40, 150) * 2
-    plain = run(engine(str(model[0]), **OPTIONS), [prompt], greedy(40))[0]
-    guessed = run(engine(str(model[0]), **options), [prompt], greedy(40))[0]
+    prompt = text(3, 30, 150) * 2
+    plain = run(engine(str(model[0]), **OPTIONS), [prompt], greedy(16))[0]
+    guessed = run(engine(str(model[0]), **options), [prompt], greedy(16))[0]
     assert_same(guessed, plain)
 
 
@@ -98,7 +99,7 @@ def test_what_layers_keep(tmp_path):
         "index_key": ((4, 16), None),
     }
     heavy = {"inputs": ((16, 2 * 32), 32), "entry": ((1, 32), None)}
-    assert kept == [record, record | sparse, record | heavy, record | sparse]
+    assert kept == [record, record | sparse, record | heavy]
     assert schema.reach == 2
 
 

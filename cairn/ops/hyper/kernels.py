@@ -103,16 +103,17 @@ def gather_kernel(
     tl.store(to, total.to(x.dtype.element_ty), mask=column < hidden)
     if post is not None:  # noqa: SIM102 - known when it is compiled
         if piece == 0:
-            y = sums_of(part, token, tokens, splits, COUNT, number, alive, NP) * factor
-            y = y * tl.load(scale + 1)
-            y += tl.load(base + COUNT + number, mask=alive, other=0.0)
-            tl.store(post + token * COUNT + number, 2.0 / (1.0 + tl.exp(-y)), mask=alive)
+            shares = sums_of(part, token, tokens, splits, COUNT, number, alive, NP) * factor
+            shares = shares * tl.load(scale + 1)
+            shares += tl.load(base + COUNT + number, mask=alive, other=0.0)
+            entering = 2.0 / (1.0 + tl.exp(-shares))
+            tl.store(post + token * COUNT + number, entering, mask=alive)
             cell = number[:, None] * COUNT + number[None, :]
             inside = alive[:, None] & alive[None, :]
-            y = sums_of(part, token, tokens, splits, 2 * COUNT, cell, inside, NP) * factor
-            y = y * tl.load(scale + 2)
-            y += tl.load(base + 2 * COUNT + cell, mask=inside, other=0.0)
-            made = mixing(y, inside, eps, iterations)
+            logits = sums_of(part, token, tokens, splits, 2 * COUNT, cell, inside, NP) * factor
+            logits = logits * tl.load(scale + 2)
+            logits += tl.load(base + 2 * COUNT + cell, mask=inside, other=0.0)
+            made = mixing(logits, inside, eps, iterations)
             tl.store(mix + token * COUNT * COUNT + cell, made, mask=inside)
 
 

@@ -27,18 +27,24 @@ def rank_of(key):
 
 
 @triton.jit
+def sqrt_softplus(x):
+    """sqrt(log(1 + e^x)) of float32 numbers."""
+    power = tl.exp(x)
+    wide = 1.0 + power
+    # log(1 + p) of small p (Kahan).
+    near = tl.where(wide == 1.0, 1.0, wide - 1.0)
+    soft = tl.where(wide == 1.0, power, tl.log(wide) * (power / near))
+    return tl.sqrt(tl.where(x > 20.0, x, soft))
+
+
+@triton.jit
 def score_of(x, inside, cap, SCORE: tl.constexpr, CAPPED: tl.constexpr):
     """Scores of one token's experts, float32: softmax over all of them, or sigmoid or
     sqrt(softplus) of each."""
     if SCORE == "sigmoid":
         return 1.0 / (1.0 + tl.exp(-x))
     if SCORE == "sqrtsoftplus":
-        power = tl.exp(x)
-        wide = 1.0 + power
-        # log(1 + p) of small p (Kahan).
-        near = tl.where(wide == 1.0, 1.0, wide - 1.0)
-        soft = tl.where(wide == 1.0, power, tl.log(wide) * (power / near))
-        return tl.sqrt(tl.where(x > 20.0, x, soft))
+        return sqrt_softplus(x)
     x = tl.where(inside, x, float("-inf"))
     power = tl.exp(x - tl.max(tl.max(x, 1), 0))
     return power / tl.sum(tl.sum(power, 1), 0)
@@ -142,7 +148,7 @@ def hash_kernel(
     chosen = tl.load(table + tl.load(tokens + token) * topk + place, mask=inside, other=0)
     known = inside & (chosen >= 0) & (chosen < experts)
     x = tl.load(gating + token * gating_stride + chosen, mask=known, other=0.0).to(tl.float32)
-    score = tl.where(inside, score_of(x, inside, 0.0, "sqrtsoftplus", False), 0.0)
+    score = tl.where(inside, sqrt_softplus(x), 0.0)
     to = token * topk + place
     tl.store(weights + to, score / tl.sum(score, 0) * factor, mask=inside)
     tl.store(ids + to, chosen, mask=inside)
