@@ -58,6 +58,7 @@ class Weight:
         if stored == self.shape or not self.squeezed:
             return stored == self.shape
         return [n for n in stored if n != 1] == [n for n in self.shape if n != 1]
+
     choices: int = 0
 
     @property

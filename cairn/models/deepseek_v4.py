@@ -284,7 +284,9 @@ def _quantization(f: ConfigFields) -> QuantizationSpec | None:
     if found is None:
         return None
     if found.scheme != "fp8_block":
-        raise refuse(FIELD, f.config[FIELD].get("quant_method"), "not fp8 in blocks", "Only that is")
+        raise refuse(
+            FIELD, f.config[FIELD].get("quant_method"), "not fp8 in blocks", "Only that is"
+        )
     return replace(found, scale_name="scale", experts="fp4" if kind == "fp4" else "block")
 
 

@@ -84,7 +84,11 @@ def saved(folder: Path, **changes: Any) -> dict[str, Tensor]:
 IN_BLOCKS = ("wq_a", "wq_b", "attn.wkv", "wo_a", "wo_b", "shared_experts")
 QUANTISED = {
     "expert_dtype": "fp4",
-    "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"},
+    "quantization_config": {
+        "quant_method": "fp8",
+        "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    },
 }
 
 

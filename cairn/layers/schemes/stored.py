@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import (
+    Chosen,
     PlainScheme,
     Rows,
     Scheme,
@@ -146,16 +147,18 @@ class KeptScheme(OfCheckpoint, Scheme):
         return biased(ops.linear(x, self.dequantised(linear, x.dtype)), linear.bias)
 
     def experts(
-        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, weights: Tensor, chosen: Tensor
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
     ) -> Tensor:
         """With dequantised matrices: on a GPU of all experts, as a graph of launches needs; else of
         those that are chosen."""
         hit: Tensor | None = None
         if not x.is_cuda:
-            hit, chosen = chosen.long().unique(return_inverse=True)
+            hit, ids = chosen.ids.long().unique(return_inverse=True)
+            chosen = chosen._replace(ids=ids)
         first = self.dequantised_experts(gate_up, hit, x.dtype)
         second = self.dequantised_experts(down, hit, x.dtype)
-        return ops.fused_experts(x, first, second, weights, chosen)
+        weights, ids, limit = chosen
+        return ops.fused_experts(x, first, second, weights, ids, swiglu_limit=limit)
 
 
 class PackedScheme(KeptScheme):
