@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from cairn.cli.batch import batch
 from cairn.cli.bench import bench
 from cairn.cli.demo import demo
 from cairn.cli.doctor import doctor
@@ -43,7 +44,7 @@ def cairn(log_level: str | None) -> None:
     log.configure(log_level)
 
 
-for _command in (serve, generate, demo, inspect, doctor, ops, bench, evaluate, train):
+for _command in (serve, generate, batch, demo, inspect, doctor, ops, bench, evaluate, train):
     cairn.add_command(_command)
 
 

@@ -10,34 +10,27 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
 from cairn.config import EngineOptions
-from cairn.engine.client import EngineClient
-from cairn.engine.recommended import recommended_sampling
-from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import read_headers
 from cairn.models.registry import load_spec
 from cairn.obs.log import get_logger
-from cairn.obs.metrics import Metrics
 from cairn.obs.trace import Tracer
 from cairn.server.admin import create_admin_app
 from cairn.server.app import create_app
-from cairn.server.grammars import GrammarChecker
 from cairn.server.hosts import HostCheck, is_loopback
 from cairn.server.limits import MAX_HEADER_BYTES, BoundedProtocol
+from cairn.server.loading import close, load, new_state
 from cairn.server.middleware import wrap
 from cairn.server.options import ServerOptions
 from cairn.server.report import Report, Say
-from cairn.server.state import ServerState
-from cairn.server.templates import TemplateRenderer
 
 log = get_logger(__name__)
 
@@ -104,22 +97,8 @@ class _Life:
     ) -> None:
         self._model = model
         self._report = report
-        self._client = EngineClient(
-            model, engine, max_waiting=options.max_waiting, step_limit=options.step_limit
-        )
-        name, *aliases = options.served_model_names or (model.resolve().name,)
-        self._state = ServerState(
-            options=options,
-            client=self._client,
-            metrics=Metrics(name, self._totals, lambda: self._client.phases),
-            grammars=GrammarChecker(),
-            templates=TemplateRenderer(),
-            tracer=tracer,
-            model_name=name,
-            aliases=tuple(aliases),
-        )
-        if options.sampling_defaults == "model":
-            self._state.sampling_defaults = recommended_sampling(model)
+        self._state = new_state(model, engine, options, tracer)
+        self._client = self._state.client
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._last_signal = 0
@@ -170,21 +149,12 @@ class _Life:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
     async def _load(self) -> None:
-        starting = self._client.start(on_phase=self._report.phase)
-        self._state.tokenizer, _ = await asyncio.gather(self._load_tokenizer(), starting)
-        if self._state.tokenizer is not None:
-            self._state.grammars.open(self._state.tokenizer, self._client.info.vocab_size)
+        await load(self._state, self._model, self._report.phase)
         self._report.loaded(self._client.info, self._state.sampling_defaults)
         # Exclude loaded objects from garbage collection.
         gc.collect()
         gc.freeze()
         self._state.loaded = True
-
-    async def _load_tokenizer(self) -> Tokenizer | None:
-        tokenizer = await asyncio.to_thread(load_tokenizer, self._model)
-        if tokenizer is not None and tokenizer.has_chat_template:
-            await self._state.templates.open()
-        return tokenizer
 
     async def _engine_ended(self) -> None:
         """Raise EngineDead when the engine has ended and its streams have said so."""
@@ -224,13 +194,7 @@ class _Life:
         for server in self._servers:
             server.should_exit, server.force_exit = True, at_once
         await asyncio.wait(self._servers.values(), timeout=STOP_SECONDS)
-        self._state.grammars.close()
-        self._state.templates.close()
-
-    def _totals(self) -> Mapping[str, float]:
-        if not self._state.loaded:
-            return {}
-        return {**msgspec.structs.asdict(self._client.stats), "step_age": self._client.step_age}
+        close(self._state)
 
 
 async def _unless(event: asyncio.Event, *works: Coroutine[Any, Any, None]) -> bool:

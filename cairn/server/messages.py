@@ -27,6 +27,7 @@ from cairn.server.protocol.messages import (
     CountRequest,
     ImageBlock,
     MadeText,
+    MadeThinking,
     MadeToolUse,
     MessageEvent,
     MessageResponse,
@@ -34,6 +35,7 @@ from cairn.server.protocol.messages import (
     MessageUsage,
     StopReason,
     TextBlock,
+    ThinkingBlock,
     TokenCount,
     ToolResultBlock,
     ToolUseBlock,
@@ -95,6 +97,8 @@ def chat_of(given: CountRequest) -> ChatRequest:
             }
             for tool in given.tools
         ]
+    if given.thinking is not None and given.thinking.type == "disabled":
+        body["reasoning_effort"] = "none"
     if given.tool_choice is not None:
         body |= _choice(given.tool_choice)
     if isinstance(given, MessagesRequest):
@@ -126,11 +130,14 @@ def _turn(name: str, turn: TurnMessage) -> Iterator[dict[str, Any]]:
         yield _said(turn.role, turn.content)
         return
     texts: list[str] = []
+    thoughts: list[str] = []
     calls = []
     for i, block in enumerate(turn.content):
         match block:
             case TextBlock():
                 texts.append(block.text)
+            case ThinkingBlock() if turn.role == "assistant":
+                thoughts.append(block.thinking)
             case ToolUseBlock() if turn.role == "assistant":
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
@@ -139,10 +146,13 @@ def _turn(name: str, turn: TurnMessage) -> Iterator[dict[str, Any]]:
                 yield _said("tool", content) | {"tool_call_id": block.tool_use_id}
             case ToolUseBlock() | ToolResultBlock():
                 raise BadField(f"{name}.content[{i}]", f"{name}: the {turn.role} has no such block")
+    said = _said(turn.role, "\n".join(texts))
+    if thoughts:
+        said["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        yield _said(turn.role, "\n".join(texts)) | {"tool_calls": calls}
-    elif texts:
-        yield _said(turn.role, "\n".join(texts))
+        said["tool_calls"] = calls
+    if calls or texts or thoughts:
+        yield said
 
 
 def _said(role: str, content: str) -> dict[str, Any]:
@@ -175,7 +185,7 @@ class MessageShape:
 
     def message(
         self,
-        content: list[MadeText | MadeToolUse],
+        content: list[MadeThinking | MadeText | MadeToolUse],
         usage: Usage,
         reason: StopReason | None = None,
         sequence: str | None = None,
@@ -191,14 +201,21 @@ class MessageShape:
         )
 
 
-def _content(choice: ChatChoice) -> list[MadeText | MadeToolUse]:
+def _content(choice: ChatChoice) -> list[MadeThinking | MadeText | MadeToolUse]:
     message = choice.message
-    content: list[MadeText | MadeToolUse] = [MadeText(message.content)] if message.content else []
+    content: list[MadeThinking | MadeText | MadeToolUse] = []
+    if message.reasoning_content:
+        content.append(MadeThinking(message.reasoning_content))
+    if message.content:
+        content.append(MadeText(message.content))
     for call in message.tool_calls or ():
+        written = call.function.arguments
         try:
-            given = json.loads(call.function.arguments)
+            given = json.loads(written)
+            if not isinstance(given, dict):
+                raise ValueError("no object")
         except ValueError:
-            given = {}
+            given = {} if choice.finish_reason == "length" else {"arguments": written}
         content.append(MadeToolUse(call.id, call.function.name, given))
     return content
 
@@ -249,6 +266,10 @@ class _Blocks:
 
     def take(self, part: ChatChunkChoice) -> Iterator[bytes]:
         """Events for what a part adds."""
+        if part.delta.reasoning_content:
+            if self._open != "thinking":
+                yield from self._begin("thinking", thinking="", signature="")
+            yield self._add(type="thinking_delta", thinking=part.delta.reasoning_content)
         if part.delta.content:
             if self._open != "text":
                 yield from self._begin("text", text="")
@@ -273,6 +294,8 @@ class _Blocks:
 
     def _end(self) -> Iterator[bytes]:
         if self._open:
+            if self._open == "thinking":
+                yield self._add(type="signature_delta", signature="")
             self._open = ""
             yield _event("content_block_stop", index=self._index)
 

@@ -30,6 +30,7 @@ from cairn.server.protocol.responses import (
     InputText,
     Item,
     OutputText,
+    Reasoning,
     ResponsesAnswer,
     ResponsesEvent,
     ResponsesRequest,
@@ -96,7 +97,14 @@ def _item(name: str, item: dict[str, Any]) -> Item:
 
 def _add(messages: list[dict[str, Any]], item: Item) -> None:
     """Add an item to the messages of a chat; calls that follow each other are one message."""
+    last = messages[-1] if messages else None
     match item:
+        case Reasoning():
+            thought = "\n".join(part.text for part in item.content or ())
+            if thought:
+                messages.append(_said("assistant", "") | {"reasoning_content": thought})
+        case InputMessage() if last is not None and _only_thought(last, item):
+            last["content"] = _text(item.content)
         case InputMessage():
             messages.append(_said(item.role, _text(item.content)))
         case InputCall():
@@ -107,6 +115,12 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
             messages[-1].setdefault("tool_calls", []).append(call)
         case CallOutput():
             messages.append(_said("tool", _text(item.output)) | {"tool_call_id": item.call_id})
+
+
+def _only_thought(message: dict[str, Any], item: InputMessage) -> bool:
+    """Whether the assistant's message holds what it thought before it said `item`."""
+    keys = {"role", "content", "reasoning_content"}
+    return message.keys() == keys and not message["content"] and item.role == "assistant"
 
 
 def _said(role: str, content: str) -> dict[str, Any]:
@@ -145,11 +159,26 @@ class ResponsesShape:
     def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> ResponsesAnswer:
         """See Shape."""
         choice = joined(parts[0])
-        output = [self.text(0, choice.message.content)] if choice.message.content else []
+        output = []
+        if choice.message.reasoning_content:
+            output.append(self.thought(0, choice.message.reasoning_content))
+        if choice.message.content:
+            output.append(self.text(len(output), choice.message.content))
         for call in choice.message.tool_calls or ():
             function = call.function
             output.append(self.call(len(output), call.id, function.name, function.arguments))
         return self.answer(output, usage, choice.finish_reason)
+
+    def thought(self, index: int, text: str, status: str = "completed") -> dict[str, Any]:
+        """The item of what the model thought."""
+        part = {"type": "reasoning_text", "text": text}
+        return {
+            "type": "reasoning",
+            "id": f"rs_{self.id[5:]}_{index}",
+            "status": status,
+            "summary": [],
+            "content": [part] if status == "completed" else [],
+        }
 
     def text(self, index: int, text: str, status: str = "completed") -> dict[str, Any]:
         """The item of a message."""
@@ -254,8 +283,10 @@ class _Items:
 
     def take(self, part: ChatChunkChoice) -> Iterator[bytes]:
         """Events for what a part adds."""
+        if part.delta.reasoning_content:
+            yield from self._write(part.delta.reasoning_content, "reasoning")
         if part.delta.content:
-            yield from self._write(part.delta.content)
+            yield from self._write(part.delta.content, "message")
         for call in part.delta.tool_calls or ():
             if call.id:
                 yield from self._end()
@@ -269,19 +300,23 @@ class _Items:
     def _place(self) -> dict[str, Any]:
         assert self._open is not None
         place = {"item_id": self._open["id"], "output_index": len(self.done)}
-        return place | {"content_index": 0} if self._open["type"] == "message" else place
+        return place if self._open["type"] == "function_call" else place | {"content_index": 0}
 
-    def _write(self, text: str) -> Iterator[bytes]:
-        if self._open is None or self._open["type"] != "message":
+    def _write(self, text: str, kind: str) -> Iterator[bytes]:
+        make = self._shape.text if kind == "message" else self._shape.thought
+        if self._open is None or self._open["type"] != kind:
             yield from self._end()
-            self._open = self._shape.text(len(self.done), "", "in_progress")
+            self._open = make(len(self.done), "", "in_progress")
             yield self.event(
                 "response.output_item.added", output_index=len(self.done), item=self._open
             )
-            empty = self._shape.text(len(self.done), "")["content"][0]
+            empty = make(len(self.done), "")["content"][0]
             yield self.event("response.content_part.added", part=empty, **self._place)
         self._written += text
-        yield self.event("response.output_text.delta", delta=text, logprobs=[], **self._place)
+        if kind == "message":
+            yield self.event("response.output_text.delta", delta=text, logprobs=[], **self._place)
+        else:
+            yield self.event("response.reasoning_text.delta", delta=text, **self._place)
 
     def _begin_call(self, call_id: str, name: str) -> Iterator[bytes]:
         self._open = self._shape.call(len(self.done), call_id, name, "", "in_progress")
@@ -300,6 +335,10 @@ class _Items:
         if item["type"] == "message":
             item = self._shape.text(at, written)
             yield self.event("response.output_text.done", text=written, logprobs=[], **place)
+            yield self.event("response.content_part.done", part=item["content"][0], **place)
+        elif item["type"] == "reasoning":
+            item = self._shape.thought(at, written)
+            yield self.event("response.reasoning_text.done", text=written, **place)
             yield self.event("response.content_part.done", part=item["content"][0], **place)
         else:
             name = item["name"]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -114,10 +112,8 @@ def test_litellm(url):
     assert is_sum(call.function.arguments)
     told = {"role": "tool", "tool_call_id": call.id, "name": "add", "content": "4"}
     messages = [user, message, told]
-    parts = litellm.completion(
-        **to, messages=messages, tools=[ADD_TOOL], max_tokens=5, stream=True
-    )
-    assert [part for part in parts][-1].choices[0].finish_reason == "length"
+    parts = litellm.completion(**to, messages=messages, tools=[ADD_TOOL], max_tokens=5, stream=True)
+    assert list(parts)[-1].choices[0].finish_reason == "length"
     answer = litellm.completion(
         model="anthropic/tiny", api_base=url, api_key="none", messages=[user], max_tokens=5
     )
@@ -153,7 +149,7 @@ def test_llama_index(url):
     model.is_chat_model = True
     said = model.chat([messages(role="user", content="hi")])
     assert said.message.content is not None
-    assert [part for part in model.stream_chat([messages(role="user", content="hi")])]
+    assert list(model.stream_chat([messages(role="user", content="hi")]))
 
 
 def test_pydantic_ai(url):
@@ -196,9 +192,11 @@ def test_guidellm(url, tmp_path):
     from cairn.config import default_model_path
 
     ran(
-        "guidellm", "benchmark", "run", "--target", url, "--model", "tiny", "--profile",
-        "synchronous", "--max-requests", "3", "--data", "prompt_tokens=64,output_tokens=16",
-        "--processor", str(default_model_path()), "--output-path", str(tmp_path / "report.json"),
+        "guidellm", "run", "--backend", f"kind=openai_http,target={url},model=tiny",
+        "--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=3",
+        "--tokenizer", f"kind=huggingface_auto,model={default_model_path()}",
+        "--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16",
+        "--output", f"kind=json,path={tmp_path / 'report.json'}", "--disable-progress",
         folder=tmp_path,
     )  # fmt: skip
     report = json.loads((tmp_path / "report.json").read_text())

@@ -6,6 +6,7 @@ import pytest
 
 from cairn.server.auth import check_key
 from cairn.server.messages import _ending
+from cairn.server.options import ServerOptions
 from cairn.server.protocol.chat import ChatChunkChoice, ChatDelta
 from tests.server.fake_api import FakeApi
 
@@ -144,7 +145,7 @@ def test_what_has_no_effect_is_taken(tool_api):
     said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes.", "id": "b"}]}
     said["timestamp"] = 1
     text = prompt_of(tool_api, body(USER, said, USER))
-    assert "hm" not in text and "<|assistant|>Yes.\n" in text
+    assert "<|assistant|>hmYes.\n" in text
 
 
 @pytest.mark.parametrize(
@@ -184,3 +185,29 @@ def test_a_stop_sequence_is_told():
     assert _ending(part) == ("stop_sequence", "END")
     part = ChatChunkChoice(0, ChatDelta(), finish_reason="stop", stop_reason=7)
     assert _ending(part) == ("end_turn", None)
+
+
+def test_thoughts_are_a_block_of_their_own(tool_api):
+    tool_api.state.options = ServerOptions(reasoning_parser="think")
+    says(tool_api, f"<think>Hm.</think>Yes. {CALL}")
+    answer = tool_api.answer(PATH, body(tools=[TOOL]))
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use"]
+    assert answer["content"][0] == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    found = events(tool_api, body(tools=[TOOL]))
+    deltas = [data["delta"] for name, data in found if name == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == "Hm."
+    begun = [d["content_block"]["type"] for name, d in found if name == "content_block_start"]
+    assert begun == ["thinking", "text", "tool_use"]
+    back = {"role": "assistant", "content": answer["content"][:2]}
+    assert "<|assistant|>Hm.Yes." in prompt_of(tool_api, body(USER, back, USER))
+
+
+def test_thinking_may_be_disabled(tool_api):
+    off = prompt_of(tool_api, body(thinking={"type": "disabled"}))
+    assert off == prompt_of(tool_api, body()).replace("<|assistant|>", "none<|assistant|>")
+
+
+def test_arguments_that_are_no_json_do_not_vanish(tool_api):
+    says(tool_api, '<tool_call>{"name": "look", "arguments": {"at": one}}</tool_call>')
+    (use,) = tool_api.answer(PATH, body(tools=[TOOL]))["content"]
+    assert use["input"] == {"arguments": '{"at": one}'}

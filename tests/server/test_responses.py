@@ -6,6 +6,8 @@ import httpx
 import openai
 import pytest
 
+from cairn.server.options import ServerOptions
+
 SCHEMA = {"type": "object", "properties": {"at": {"type": "integer"}}}
 TOOL = {"type": "function", "name": "look", "description": "Looks.", "parameters": SCHEMA}
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
@@ -166,3 +168,19 @@ def test_what_has_no_effect_is_taken(tool_api):
         user="x",
     )
     assert prompt(tool_api) == plain
+
+
+def test_thoughts_are_an_item_of_their_own(tool_api):
+    tool_api.state.options = ServerOptions(reasoning_parser="think")
+    says(tool_api, f"<think>Hm.</think>Yes. {CALL}")
+    answer = create(tool_api, tools=[TOOL])
+    assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
+    assert answer.output[0].content[0].text == "Hm." and answer.output_text == "Yes."
+    events, final = streamed(tool_api, tools=[TOOL])
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    told = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(told) == "Hm."
+    given = [item.model_dump(exclude_none=True) for item in answer.output]
+    output = {"type": "function_call_output", "call_id": given[2]["call_id"], "output": "seen"}
+    create(tool_api, [*given, output])
+    assert prompt(tool_api).startswith("<|assistant|>Hm.Yes.<tool_call>")

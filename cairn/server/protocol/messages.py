@@ -48,9 +48,9 @@ class ToolResultBlock(History, tag_field="type", tag="tool_result"):
 
 
 class ThinkingBlock(History, tag_field="type", tag="thinking"):
-    """Thinking of the assistant, sent back."""
+    """Thinking of the assistant, sent back; for templates that read `reasoning_content`."""
 
-    thinking: Annotated[str, no_effect("templates read the answer")]
+    thinking: str
     signature: Annotated[str | None, no_effect("templates read the answer")] = None
 
 
@@ -91,6 +91,15 @@ class AnthropicChoice(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
+class Thinking(Fields):
+    """Whether the model thinks before it answers: "disabled" is told a template that can ask it not
+    to; otherwise it thinks as its template says."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, no_effect("max_tokens bounds thoughts and answer")] = None
+    display: Annotated[str | None, no_effect("thoughts are shown")] = None
+
+
 class CountRequest(Fields):
     """Body of /v1/messages/count_tokens; see MessagesRequest."""
 
@@ -99,7 +108,7 @@ class CountRequest(Fields):
     system: str | list[TextBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
-    thinking: Annotated[Any, no_effect("the model thinks as its template says")] = None
+    thinking: Thinking | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -131,8 +140,16 @@ class MadeText(Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
 
+class MadeThinking(Struct, frozen=True, tag_field="type", tag="thinking"):
+    """What the model thought before the answer."""
+
+    thinking: str
+    signature: str = ""
+
+
 class MadeToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """A call of the answer; `input` is empty where it was cut off."""
+    """A call of the answer; `input` is empty where it was cut off, and has what is no JSON object
+    as the text `arguments`."""
 
     id: str
     name: str
@@ -158,7 +175,7 @@ class MessageResponse(Struct, frozen=True, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[MadeText | MadeToolUse]
+    content: list[MadeThinking | MadeText | MadeToolUse]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage

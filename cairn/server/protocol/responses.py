@@ -54,8 +54,16 @@ class CallOutput(History, tag_field="type", tag="function_call_output"):
     output: str | list[InputText | InputImage]
 
 
+class ReasoningText(History, tag_field="type", tag="reasoning_text"):
+    """A piece of what the assistant thought."""
+
+    text: str
+
+
 class Reasoning(History, tag_field="type", tag="reasoning"):
-    """Reasoning of the assistant, sent back."""
+    """Reasoning of the assistant, sent back; for templates that read `reasoning_content`."""
+
+    content: list[ReasoningText] | None = None
 
 
 Item = InputMessage | InputCall | CallOutput | Reasoning
@@ -89,8 +97,8 @@ class ReasoningOptions(Fields):
     """Reasoning effort; see ChatRequest.reasoning_effort."""
 
     effort: str | None = None
-    summary: Annotated[str | None, no_effect("thoughts are part of the text")] = None
-    generate_summary: Annotated[str | None, no_effect("thoughts are part of the text")] = None
+    summary: Annotated[str | None, no_effect("thoughts are told as they are")] = None
+    generate_summary: Annotated[str | None, no_effect("thoughts are told as they are")] = None
 
 
 class ResponsesRequest(Fields, kw_only=True):
