@@ -64,6 +64,24 @@ class Ends(NamedTuple):
     ahead: Ints
 
 
+class Chains(NamedTuple):
+    """Where the rows of a step in a graph end: of each entry, what it is if the row ends there.
+
+    Attributes:
+        row: [n] int64, the row; behind all others, where none ends.
+        at: [n] int64, index in the step of the entry's token.
+        token: [n] int64, the token chosen behind it.
+        ahead: [n] int64, how many guesses are wanted behind that.
+        spare: by page group, location of what is for nobody.
+    """
+
+    row: Tensor
+    at: Tensor
+    token: Tensor
+    ahead: Tensor
+    spare: Sequence[int]
+
+
 class DraftHead:
     """The draft layer of a model, which is the last of its cache's.
 
@@ -84,10 +102,10 @@ class DraftHead:
         shape = len(rows.last_token), self._kept.shape[1]
         self._last = torch.zeros(shape, dtype=self._kept.dtype, device=rows.device)
 
-    def follow(
+    def begin(
         self, opened: Sequence[RowOpen], layout: Layout, step: Step, hidden: Tensor
     ) -> Tensor:
-        """Run the draft layer over the tokens that the model has run.
+        """`follow` a step of which the host knows the rows.
 
         Args:
             opened: rows that begin, or go on from pages, with this step.
@@ -96,16 +114,47 @@ class DraftHead:
         Returns:
             [T, hidden], what the layer reads of that.
         """
-        self._resume({entry.row for entry in opened}, layout)
-        batch, states = step.batch, self._model.draft_states(hidden)
-        row, start, last = send((layout.rows.row, layout.start, layout.last), states.device)
-        before = states.roll(1, 0)
-        before[start] = self._last[row]
-        embedded, layer = self._model.embedded(batch), step.layers[self._layer]
-        self._model.guess(embedded, before, batch.positions, layer)
-        self._kept[batch.completed_pages] = states[batch.completed]
+        self.resume(opened, layout.rows.row, layout.rows.first)
+        states = self.follow(step, hidden)
+        row, last = send((layout.rows.row, layout.last), states.device)
         self._last[row] = states[last]
         return states
+
+    def follow(self, step: Step, hidden: Tensor) -> Tensor:
+        """Run the draft layer over the tokens that the model has run: what it reads of their hidden
+        states [T, hidden], for `begin` and graphs."""
+        batch, states = step.batch, self._model.draft_states(hidden)
+        row = batch.row
+        begins = torch.cat((torch.ones_like(row[:1], dtype=torch.bool), row[1:] != row[:-1]))
+        before = torch.where(begins[:, None], self._last[row], states.roll(1, 0))
+        embedded, layer = self._model.embedded(batch), step.layers[self._layer]
+        self._model.guess(embedded, before, batch.positions, layer)
+        # In graphs there are pages of padding, the last of all.
+        self._kept[batch.completed_pages] = states[batch.completed]
+        return states
+
+    def chain(self, step: Step, states: Tensor, chains: Chains, most: int) -> Tensor:
+        """Guess in a graph, where nothing depends on how many rows end where.
+
+        Args:
+            step: what has run.
+            states: from `follow`.
+            chains: of its rows.
+            most: guesses behind each.
+        Returns:
+            [n, most] int64; numbers behind those wanted, and where no row ends, mean nothing.
+        """
+        self._last[chains.row] = state = states[chains.at]
+        token, slot, found = chains.token, step.batch.slot[chains.at], list[Tensor]()
+        ends = chains.row < len(self._last) - 1
+        for number in range(most):
+            live, slot = ends & (chains.ahead > number), slot + 1
+            row, own = torch.where(live, chains.row, 0), torch.where(live, slot, -1)
+            guessed = self._step(row, token, own, state, chains.spare[self._group])
+            token = ops.argmax_tokens(self._model.guess_logits(guessed))
+            state = self._model.next_states(guessed)
+            found.append(token)
+        return torch.stack(found, dim=1) if found else token.new_empty(len(token), 0)
 
     def guess(self, step: Step, states: Tensor, ends: Ends) -> Tensor:
         """Guess what follows the tokens that were chosen.
@@ -133,15 +182,19 @@ class DraftHead:
             found[place, number] = token
         return found
 
-    def _step(self, row: Tensor, token: Tensor, slot: Tensor, state: Tensor) -> Tensor:
-        """Run a token of some rows [n], each in its slot and behind its state: [n, hidden]."""
+    def _step(
+        self, row: Tensor, token: Tensor, slot: Tensor, state: Tensor, spare: int = 0
+    ) -> Tensor:
+        """Run a token of some rows [n], each in its slot and behind its state: [n, hidden]. Slots
+        below 0 are nobody's and go to the location `spare`."""
         rows, size = self._rows, self._rows.slots.page_size
         table = rows.page_tables[self._group]
         location = table[row, slot // size].long() * size + slot % size
+        location = torch.where(slot < 0, spare, location)
         none = slot.new_empty(0)
         batch = Batch(
             input_ids=token.clamp(min=0),
-            positions=rows.shifted(slot, row),
+            positions=rows.shifted(slot.clamp(min=0), row),
             row=row,
             slot=slot,
             places=tuple(PagePlace(own, location) for own in rows.page_tables),
@@ -152,14 +205,22 @@ class DraftHead:
         layer = self._backends.bind(self._layer, batch, decode_cuts(len(row)))
         return self._model.guess(self._model.embedded(batch), state, batch.positions, layer)
 
-    def _resume(self, opened: set[int], layout: Layout) -> None:
-        """Set the state of rows that begin: none, or what the page in front of them keeps."""
-        size, rows = self._rows.slots.page_size, layout.rows
-        for number, first in zip(rows.row.tolist(), rows.first.tolist(), strict=True):
-            if number not in opened:
+    def resume(self, opened: Sequence[RowOpen], row: Ints, first: Ints) -> None:
+        """Set the state of rows that begin: none, or what the page in front of them keeps.
+
+        Args:
+            opened: these rows.
+            row, first: [n], rows of a step, and their first slots; of one that comes again it is
+                the first that counts.
+        """
+        waiting = {entry.row for entry in opened}
+        size = self._rows.slots.page_size
+        for number, slot in zip(row.tolist(), first.tolist(), strict=True):
+            if number not in waiting:
                 continue
-            if first == 0:
+            waiting.remove(number)
+            if slot == 0:
                 self._last[number] = 0
             else:
-                page = self._rows.page_of(number, first // size - 1, self._group)
+                page = self._rows.page_of(number, slot // size - 1, self._group)
                 self._last[number] = self._kept[page]

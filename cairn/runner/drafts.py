@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.runner.staging import send
+from cairn.runner.staging import Arriving, Trip, send
 from cairn.runner.step import DecodeWork, Ints, StepPlan
 
 V = TypeVar("V")
 
+NO_AHEAD: Ints = np.zeros(0, dtype=np.int64)
 NO_GUESS = -2
 """Where no guess follows a choice: no token is equal to it."""
 
@@ -25,16 +26,18 @@ class Entries(NamedTuple):
         work: the tokens, those of a row one behind the other.
         given: [n], what they are, as `ops.decode_slots` takes it; None: each row runs its last one
             alone.
+        ahead: [n], guesses that a draft layer should make behind each one's row; empty: none.
     """
 
     work: DecodeWork
     given: Ints | None
+    ahead: Ints
 
     @classmethod
     def of(cls, plan: StepPlan) -> Entries | None:
         """Those of a plan; None where a row runs others."""
         if not plan.work:
-            return cls(plan.decode, None)
+            return cls(plan.decode, None, NO_AHEAD)
         works = plan.work
         if not all(work.sample and work.decodes for work in works):
             return None
@@ -56,7 +59,39 @@ class Entries(NamedTuple):
             np.concatenate((first, begin + behind)),
             np.concatenate((number, index + behind)),
         )
-        return cls(entries, np.array(given, dtype=np.int64))
+        ahead = np.repeat([work.ahead for work in works], counts)
+        none = np.zeros(len(row), dtype=np.int64)
+        return cls(entries, np.array(given, dtype=np.int64), np.concatenate((none, ahead)))
+
+
+class Guessed(NamedTuple):
+    """What a draft layer guesses behind a step.
+
+    Attributes:
+        arriving: [n, most] of the rows that choose, or in a graph of all choices, on its way.
+        ahead: [n], how many of each row's were wanted.
+    """
+
+    arriving: Arriving | Trip
+    ahead: Ints
+
+    def rows(self, counts: Sequence[int] | None, drafts: Drafts | None) -> list[list[int]]:
+        """Wait for them; by row.
+
+        Args:
+            counts: of each row's choices that count; None: it has one.
+            drafts: the guesses of the step; None: it ran none.
+        """
+        wanted = self.ahead.tolist()
+        if isinstance(self.arriving, Arriving):
+            (found,) = self.arriving.arrays()
+            lines = found.tolist()
+        else:
+            lines = self.arriving.guesses()
+            if drafts is not None and counts is not None:
+                ends = drafts.begin + np.array(counts) - 1
+                lines = [lines[i] for i in ends.tolist()]
+        return [line[:n] for line, n in zip(lines, wanted, strict=True)]
 
 
 class Drafts(NamedTuple):

@@ -31,6 +31,7 @@ from cairn.attention.registry import Backends
 from cairn.attention.step import Step
 from cairn.runner.buffers import StepFields
 from cairn.runner.capture import Captured, capture
+from cairn.runner.draft_head import Chains, DraftHead
 from cairn.runner.logprobs import lines_of
 from cairn.runner.rows import NO_GRANTS, Grants, Rows, write_cells
 from cairn.runner.sampler import Draws
@@ -41,12 +42,12 @@ log = logging.getLogger(__name__)
 
 ROW_LINES = 4
 """Lines of a graph's memory that say what runs: the rows, the tokens of each that have run, and
-cells of the page tables with the pages that these hold now. What entries are given follows, then
-the draws."""
+cells of the page tables with the pages that these hold now. What entries are given follows, and how
+many guesses are wanted behind each, then the draws."""
 MOST_GUESSING = 512
 """Slots of the largest graph of steps with guesses: a GPU is busy with more for longer than the
 host takes to queue them."""
-NOTHING_GIVEN: Ints = np.zeros(0, dtype=np.int64)
+NO_NUMBERS: Ints = np.zeros(0, dtype=np.int64)
 FLOATS = ("temperature", "top_p", "min_p")
 
 
@@ -172,24 +173,35 @@ class DecodeGraphs:
         max_rows: requests that run at once; each takes a slot in a step, and one more where the end
             of its page follows.
         drafts: guesses of a row at a time.
+        head: makes them; None: they are given.
 
     Attributes:
         buckets: numbers of slots of graphs.
         pool: memory of all graphs of the device.
     """
 
-    def __init__(self, model: GraphModel, place: Place, max_rows: int, drafts: int = 0) -> None:
+    def __init__(
+        self,
+        model: GraphModel,
+        place: Place,
+        max_rows: int,
+        drafts: int = 0,
+        head: DraftHead | None = None,
+    ) -> None:
         self.model = model
         self.place = place
         self._decoding = buckets_up_to(2 * max_rows)
         guessing = min(MOST_GUESSING, (drafts + 2) * max_rows) if drafts else 0
         self.buckets = buckets_up_to(max(2 * max_rows, guessing))
-        self._drafts = drafts
+        self._drafts, self._head = drafts, head
         device = place.rows.device
         # Padding rows have temperature 0: they take their largest logit.
         padding = [len(place.rows.last_token) - 1, 0, place.rows.tables.numel() - 1, 0]
         self._lines = Lines(
-            [*padding, -1, *(0 for _ in Draws._fields)], _whole(self.buckets[-1]), device
+            [*padding, -1, 0, *(0 for _ in Draws._fields)],
+            _whole(self.buckets[-1]),
+            device,
+            drafts if head is not None else 0,
         )
         self._device = self._lines.device
         self._captured: dict[Kind, Captured] = {}
@@ -198,9 +210,11 @@ class DecodeGraphs:
 
     def kinds(self) -> list[Kind]:
         """All that there can be."""
-        found = [Kind(n, ending, False) for n in self._decoding for ending in Ending]
+        # With guesses to make, a graph chooses the tokens that they follow.
+        endings = [e for e in Ending if self._head is None or e is not Ending.LOGITS]
+        found = [Kind(n, ending, False) for n in self._decoding for ending in endings]
         if self._drafts:
-            found += [Kind(n, ending, True) for n in self.buckets[1:] for ending in Ending]
+            found += [Kind(n, ending, True) for n in self.buckets for ending in endings]
         return found
 
     def run(
@@ -209,6 +223,7 @@ class DecodeGraphs:
         grants: Grants,
         sampling: Sampling,
         given: Ints | None = None,
+        ahead: Ints = NO_NUMBERS,
     ) -> Replayed | None:
         """Run a step; None where no graph fits it.
 
@@ -217,6 +232,7 @@ class DecodeGraphs:
             grants: what it changes in the page tables.
             sampling: how the entries choose.
             given: [n], what they run, see `ops.decode_slots`; None: last tokens.
+            ahead: with `given` [n], guesses that the draft layer makes behind the row; empty: none.
         Returns:
             The logits [n, V] float32 of the entries' tokens; or with another ending the tokens [n]
             int64 that they choose, or the log-probabilities of `lines_of`. `last_token` then holds
@@ -229,14 +245,16 @@ class DecodeGraphs:
         at = bisect.bisect_left(buckets, needed)
         if at == len(buckets) or closed > self._closing(buckets[at]):
             return None
+        if self._head is not None and sampling.ending is Ending.LOGITS:
+            return None
         kind = Kind(buckets[at], sampling.ending, given is not None)
         # Get the graph first: a capture runs on padding and must not read this step's buffers.
         graph = self._graph(kind)
         if len(grants.cells) > kind.slots:
             write_cells(self.place.rows.tables, grants)
             grants = NO_GRANTS
-        ids = NOTHING_GIVEN if given is None else given
-        arrays = decode.row, decode.first, *grants, ids, *(sampling.draws or ())
+        ids = NO_NUMBERS if given is None else given
+        arrays = decode.row, decode.first, *grants, ids, ahead, *(sampling.draws or ())
         trip = self._lines.send(arrays)
         output = graph.replay(entries)
         if sampling.ending is not Ending.LOGITS:
@@ -248,7 +266,8 @@ class DecodeGraphs:
     def answer(self, replayed: Replayed, tokens: Tensor) -> None:
         """Queue the tokens [n] int64 that are chosen from the logits of the step run last to where
         a graph would have put them."""
-        self._answer(tokens, replayed.guessing)
+        rows = self._ends(tokens, replayed.guessing)
+        self._lines.answer(tokens, self.place.rows.last_token, rows)
         replayed.trip.returns(len(tokens))
 
     @torch.inference_mode()
@@ -320,10 +339,11 @@ class DecodeGraphs:
 
     def _run(self, kind: Kind, rehearsal: bool) -> Tensor:
         bucket, ending, guessing = kind
-        count = ROW_LINES + guessing if ending is Ending.GREEDY else len(self._device)
+        count = ROW_LINES + 2 * guessing if ending is Ending.GREEDY else len(self._device)
         self._lines.fetch(count, _whole(bucket), rehearsal)
         step, last = self._step(bucket, guessing)
         hidden = self.model(step)
+        states = None if self._head is None else self._head.follow(step, hidden)
         logits = self.model.logits(ops.take_rows(hidden, last))
         if ending is Ending.LOGITS:
             return logits
@@ -331,21 +351,28 @@ class DecodeGraphs:
             tokens: Tensor = ops.argmax_tokens(logits)
         else:
             tokens = ops.draw_tokens(logits, *self._draws(bucket))
-        self._answer(tokens, guessing, rehearsal)
+        rows, guesses = self._ends(tokens, guessing), None
+        if self._head is not None and states is not None:
+            ahead, spare = self._device[ROW_LINES + 1, :bucket], self.place.spare_locations
+            chains = Chains(rows, last, tokens, ahead, spare)
+            guesses = self._head.chain(step, states, chains, self._drafts if guessing else 0)
+        last_token = self.place.rows.last_token
+        self._lines.answer(tokens, last_token, rows, rehearsal, guesses if guessing else None)
         return lines_of(logits, tokens) if ending is Ending.REPORT else tokens
 
-    def _answer(self, tokens: Tensor, guessing: bool, rehearsal: bool = False) -> None:
-        """Queue the tokens [n] int64 to the host, and each row's last that counts for the next
-        step."""
-        last_token, rows = self.place.rows.last_token, self._device[0, : len(tokens)]
-        if guessing:
-            given, padding = self._device[ROW_LINES, : len(tokens)], len(last_token) - 1
-            rows, _ = ops.verify_chains(tokens, given, rows, padding).unbind()
-        self._lines.answer(tokens, last_token, rows, rehearsal)
+    def _ends(self, tokens: Tensor, guessing: bool) -> Tensor:
+        """[n] int64, whose last token each of the tokens [n] is; the number of padding where it is
+        none."""
+        rows = self._device[0, : len(tokens)]
+        if not guessing:
+            return rows
+        given, padding = self._device[ROW_LINES, : len(tokens)], len(self.place.rows.last_token) - 1
+        ends: Tensor = ops.verify_chains(tokens, given, rows, padding)[0]
+        return ends
 
     def _draws(self, count: int) -> list[Tensor]:
         """How the first rows draw, where graphs read it."""
         return [
             line.view(torch.float32)[:count] if name in FLOATS else line[:count]
-            for name, line in zip(Draws._fields, self._device[ROW_LINES + 1 :], strict=True)
+            for name, line in zip(Draws._fields, self._device[ROW_LINES + 2 :], strict=True)
         ]

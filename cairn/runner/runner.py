@@ -27,7 +27,7 @@ from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.ops.advice import unchecked
 from cairn.runner.draft_head import DraftHead, DraftModel, Ends
-from cairn.runner.drafts import Drafts, Entries
+from cairn.runner.drafts import Drafts, Entries, Guessed
 from cairn.runner.encoding import EncoderCache
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
@@ -109,23 +109,6 @@ class _Prompt(NamedTuple):
         return PromptReport(self.work.row, self.work.first + 1, parts)
 
 
-class Guessed(NamedTuple):
-    """What a draft layer guesses behind a step.
-
-    Attributes:
-        arriving: [n, most] of the rows that choose, on its way to the host.
-        ahead: [n], how many of each were wanted.
-    """
-
-    arriving: Arriving
-    ahead: Ints
-
-    def rows(self) -> list[list[int]]:
-        """Wait for them; by row."""
-        (found,) = self.arriving.arrays()
-        return [line[:n] for line, n in zip(found.tolist(), self.ahead.tolist(), strict=True)]
-
-
 class _Chosen(NamedTuple):
     """What a step chose.
 
@@ -180,7 +163,9 @@ class LaunchedStep:
             tokens = chosen.drafts.kept(tokens, counts)
             logprobs = chosen.drafts.renumbered(logprobs, counts)
             selection = chosen.drafts.renumbered(selection, counts)
-        guesses = None if chosen.guesses is None else chosen.guesses.rows()
+        guesses = None
+        if chosen.guesses is not None:
+            guesses = chosen.guesses.rows(counts, chosen.drafts)
         return StepResult(
             self._plan.step_id, tokens, logprobs, selection, prompts, seconds, counts, guesses
         )
@@ -244,7 +229,8 @@ class Runner:
         self.prefill_graphs: PrefillGraphs | None = None
         if pools.spare_pages is not None and self.backends.in_graphs:
             place = Place(self.backends, self.rows, pools.spare_pages)
-            self.graphs = DecodeGraphs(model, place, shape.num_rows, shape.drafts)
+            head, drafts = self.draft_head, shape.drafts
+            self.graphs = DecodeGraphs(model, place, shape.num_rows, drafts, head)
             self.prefill_graphs = PrefillGraphs(self.graphs, shape.graph_slots)
 
     @property
@@ -318,7 +304,7 @@ class Runner:
         logits = row = behind = draws = states = None
         if self.draft_head is not None:
             step = self.step_of(layout) if step is None else step
-            states = self.draft_head.follow(plan.opened, layout, step, hidden)
+            states = self.draft_head.begin(plan.opened, layout, step, hidden)
         if len(last):
             drawn = self.sampler.draws(picks)
             behind, row, *sent = send((last, picks.row, *(drawn or ())), hidden.device)
@@ -390,8 +376,7 @@ class Runner:
         if self.draft_head is None or run.behind is None:
             return None
         assert run.step is not None and run.states is not None
-        works = [work.ahead for work in plan.work if work.sample]
-        ahead = np.array([0] * len(plan.decode.row) + works, dtype=np.int64)
+        ahead = plan.ahead
         at = run.behind if last is None else run.behind[last]
         found = self.draft_head.guess(run.step, run.states, Ends(row, at, tokens, ahead))
         return Guessed(Arriving(found), ahead)
@@ -425,7 +410,7 @@ class Runner:
     def _replayed(self, plan: StepPlan, picks: Picks) -> LaunchedStep | None:
         """Run a step that only decodes by its graph, guesses included; None where it needs more
         than that."""
-        if self.graphs is None or self.draft_head is not None:
+        if self.graphs is None:
             return None
         entries = Entries.of(plan)
         if entries is None or self.sampler.watched(picks):
@@ -435,18 +420,26 @@ class Runner:
         reporting, counts = self.sampler.reports(picks)
         sampling = self._sampling(picks, counts)
         grants = self.rows.grant(plan)
-        replayed = self.graphs.run(entries.work, grants, sampling, entries.given)
+        work, given, ahead = entries
+        if self.draft_head is not None and plan.opened:
+            first = self.shape.slots.slots_for(work.first)
+            self.draft_head.resume(plan.opened, work.row, first)
+        replayed = self.graphs.run(work, grants, sampling, given, ahead)
         if replayed is None:
             return None
-        self.reads.add_decoding(entries.work.first)
-        drafts = None if entries.given is None else Drafts.of(plan)
+        self.reads.add_decoding(work.first)
+        drafts, guesses = None if given is None else Drafts.of(plan), None
+        if given is not None and self.draft_head is not None:
+            guesses = Guessed(replayed.trip, plan.ahead)
         if sampling.ending is Ending.LOGITS:
             choose = functools.partial(self._choose_replayed, self.graphs, replayed, picks, drafts)
             return LaunchedStep(plan, choose)
         report = Report()
         if sampling.ending is Ending.REPORT:
             report = Report(reporting, Reported.of_lines(replayed.output, reporting, counts))
-        return LaunchedStep(plan, lambda _: _Chosen(replayed.trip, report, drafts=drafts))
+        return LaunchedStep(
+            plan, lambda _: _Chosen(replayed.trip, report, drafts=drafts, guesses=guesses)
+        )
 
     def _sampling(self, picks: Picks, counts: Sequence[int]) -> Sampling:
         """What of the rows' choice a graph can do; counts: of `Sampler.reports`."""

@@ -80,21 +80,25 @@ class _Stream:
 class _Ring:
     """Pinned memory of the steps on their way, and how many of these a GPU has begun."""
 
-    def __init__(self, padding: Sequence[int], width: int, device: torch.device) -> None:
+    def __init__(
+        self, padding: Sequence[int], width: int, device: torch.device, guesses: int
+    ) -> None:
         self.numbers = torch.zeros(RING, len(padding), width, dtype=torch.int64, pin_memory=True)
         self.numbers.copy_(torch.tensor(padding, dtype=torch.int64)[:, None])
         self.tokens = torch.zeros(RING, width, dtype=torch.int64, pin_memory=True)
+        self.guesses = torch.zeros(RING, width * guesses, dtype=torch.int64, pin_memory=True)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
 
 
 class Trip:
     """A step on its way to a GPU and back."""
 
-    __slots__ = ("_found", "_place")
+    __slots__ = ("_found", "_guesses", "_place")
 
     def __init__(self, place: _Place) -> None:
         self._place = place
         self._found: list[int] | None = None
+        self._guesses: list[list[int]] = []
 
     def returns(self, count: int) -> None:
         """What is queued now has put the step's tokens where the host looks for them."""
@@ -109,7 +113,14 @@ class Trip:
         if found is None:
             self._place.arrived.synchronize()
             found = self._found = self._place.found.tolist()
+            if self._place.guesses.shape[1]:
+                self._guesses = self._place.guesses[: len(found)].tolist()
         return found
+
+    def guesses(self) -> list[list[int]]:
+        """Wait for what a draft layer guesses behind each of them."""
+        self.tokens()
+        return self._guesses
 
 
 class _Place:
@@ -120,13 +131,19 @@ class _Place:
     """
 
     def __init__(
-        self, numbers: Tensor, tokens: Tensor, padding: Sequence[int], stream: _Stream
+        self,
+        numbers: Tensor,
+        tokens: Tensor,
+        guesses: Tensor,
+        padding: Sequence[int],
+        stream: _Stream,
     ) -> None:
         lines: Numbers = numbers.numpy()
         self._lines = {np.dtype(t): list(lines.view(t)) for t in (np.int64, np.int32, np.float32)}
         self._held: list[Numbers] = [lines[:0]] * len(padding)
         self._padding = padding
         self.tokens = tokens
+        self.guesses: NDArray[np.int64] = guesses.view(len(tokens), -1).numpy()
         self.found: NDArray[np.int64] = tokens.numpy()
         self.arrived = torch.cuda.Event()
         self.stream = stream
@@ -158,17 +175,21 @@ class Lines:
         padding: one number a line, what stands where a step has nothing.
         width: numbers in a line.
         device: a GPU.
+        guesses: that come back beside each token.
 
     Attributes:
         device: [lines, width] int64 there; what a line holds are int64 or as many bytes of another
             dtype.
     """
 
-    def __init__(self, padding: Sequence[int], width: int, device: torch.device) -> None:
+    def __init__(
+        self, padding: Sequence[int], width: int, device: torch.device, guesses: int = 0
+    ) -> None:
         self.device = torch.zeros(len(padding), width, dtype=torch.int64, device=device)
-        self._ring = _Ring(padding, width, device)
-        self._rehearsed = _Ring(padding, width, device)
-        stream, ring = _Stream(device), zip(self._ring.numbers, self._ring.tokens, strict=True)
+        self._ring = _Ring(padding, width, device, guesses)
+        self._rehearsed = _Ring(padding, width, device, guesses)
+        stream, held = _Stream(device), self._ring
+        ring = zip(held.numbers, held.tokens, held.guesses, strict=True)
         self._places = [_Place(*entry, tuple(padding), stream) for entry in ring]
         self._sent = 0
 
@@ -185,11 +206,18 @@ class Lines:
         ops.ring_read(self.device[:lines, :width], ring.numbers[:, :lines, :width], ring.count)
 
     def answer(
-        self, tokens: Tensor, last_token: Tensor, rows: Tensor, rehearsal: bool = False
+        self,
+        tokens: Tensor,
+        last_token: Tensor,
+        rows: Tensor,
+        rehearsal: bool = False,
+        guesses: Tensor | None = None,
     ) -> None:
         """Queue the tokens [n <= width] int64 of the step that fetched last to the host, and to
-        `last_token` at `rows` [n] for the next step."""
+        `last_token` at `rows` [n] for the next step; to the host also guesses [n, guesses]."""
         ring = self._rehearsed if rehearsal else self._ring
+        if guesses is not None:
+            ops.ring_write(guesses.flatten(), ring.guesses, ring.count)
         ops.ring_write(tokens, ring.tokens, ring.count, last_token, rows)
 
 

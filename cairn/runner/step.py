@@ -176,6 +176,12 @@ class StepPlan(NamedTuple):
     restored: tuple[StateCopy, ...] = ()
     kept: tuple[StateCopy, ...] = ()
 
+    @property
+    def ahead(self) -> Ints:
+        """Guesses that a draft layer should make behind each row that chooses a token [n]."""
+        works = [work.ahead for work in self.work if work.sample]
+        return np.array([0] * len(self.decode.row) + works, dtype=np.int64)
+
     def row_by_row(self) -> list[RowWork]:
         """Everything that runs, in order."""
         columns = (self.decode.row, self.decode.first, self.decode.output_index)

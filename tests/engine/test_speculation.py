@@ -12,10 +12,12 @@ from cairn.engine.drafts import NgramDrafter
 from cairn.engine.planned_step import Limits
 from cairn.engine.request import Request
 from cairn.runner.graphs import Ending
+from cairn.specs.speculation import most_drafts
 from cairn.types import CompletionOutput, SamplingParams
 from tests.engine.fakes import FakeDrafter, all_pages_back
-from tests.engine.harness import ROUNDING, occupy, poison, text
+from tests.engine.harness import ROUNDING, engine, occupy, poison, text
 from tests.engine.test_families import FAMILIES, build, prompts_of
+from tests.failures.models import folder
 from tests.support import shows
 
 PLAIN = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -108,6 +110,28 @@ def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, 
     low, high = {"right": (0.8, 1), "random": (0.2, 0.8), "wrong": (0, 0)}[kind]
     assert low <= totals.accepted / totals.drafted <= high
     assert built.core.cache.prefix_hits or built.config.page_size == 64
+
+
+@pytest.mark.parametrize(("window", "most"), [(4, 2), (8, 5)])
+def test_pages_of_four_slots_end_in_every_step_up_to_the_most_guesses(
+    tmp_path, window: int, most: int
+) -> None:
+    """Of most guesses, k + ceil(k / 3) < W; what is rejected has stood in front of a landmark."""
+    model = folder(tmp_path, chunk_size=4, hils_sliding_window=window, hils_topk=2)
+    plain = engine(str(model), load_format="random")
+    assert most_drafts(plain.spec) == most
+    prompts = [text(n, length, plain.spec.vocab_size) for n, length in enumerate((1, 9, 23))]
+    params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=20) for n in range(3)]
+    wanted = serve(plain, prompts, params)
+    built = engine(str(model), load_format="random")
+    for drafts in (1, most):
+        for right in RIGHT.values():
+            drafter = built.core.scheduler.drafter = FakeDrafter(drafts, right, most=drafts)
+            for prompt, output in zip(prompts, wanted, strict=True):
+                drafter.knows(prompt, output.token_ids)
+            for found, output in zip(serve(built, prompts, params), wanted, strict=True):
+                assert_told_alike(found, output)
+    assert 40 < built.core.scheduler.drafts.accepted < built.core.scheduler.drafts.drafted - 40
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" in name])

@@ -152,12 +152,13 @@ def test_steps_with_guesses(no_gpu, landmarks, ending):
 def test_entries_are_those_of_rows_that_decode():
     """A chunk of a prompt, or a prompt of one token, is none."""
     decode = DecodeWork.of([4], [7], [2])
-    guessing = RowWork(1, 5, [3, 8, 9], True, 4, drafts=2)
+    guessing = RowWork(1, 5, [3, 8, 9], True, 4, drafts=2, ahead=3)
     plan = StepPlan(0, (), (), (), (guessing,), decode)
-    work, given = Entries.of(plan)
+    work, given, ahead = Entries.of(plan)
     assert work.row.tolist() == [4, 1, 1, 1] and work.first.tolist() == [7, 5, 6, 7]
     assert work.output_index.tolist() == [2, 4, 5, 6] and given.tolist() == [-1, -5, 8, 9]
-    assert Entries.of(plan._replace(work=())) == (decode, None)
+    assert ahead.tolist() == [0, 3, 3, 3]
+    assert Entries.of(plan._replace(work=()))[:2] == (decode, None)
     for other in (
         RowWork(2, 0, [3], True),
         RowWork(2, 0, [3, 4], False),
