@@ -25,6 +25,7 @@ from cairn.engine.detokenizer import (
     describe_decoder,
 )
 from cairn.errors import BadModel, BadRequest, TooLong
+from cairn.models.checkpoint import is_gguf
 
 log = logging.getLogger(__name__)
 
@@ -347,7 +348,9 @@ def _num_bytes(text: str) -> int:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer, None when it has none (token prompts still work)."""
+    """The tokenizer of a folder or GGUF file, None when it has none (token prompts still work)."""
+    if is_gguf(folder):
+        return Tokenizer(folder)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         log.info("no tokenizer in %s: prompts must be token ids", folder)
         return None
@@ -362,6 +365,12 @@ def _load(folder: Path) -> Any:
     verbosity = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     try:
+        if is_gguf(folder):
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(
+                folder.parent, gguf_file=folder.name, local_files_only=True
+            )
         if (folder / "tokenizer.json").exists():
             # This file says everything, and the class that only reads it needs no torch.
             from transformers import PreTrainedTokenizerFast

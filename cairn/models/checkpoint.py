@@ -26,6 +26,8 @@ ELEMENT_BYTES = {
 }  # fmt: skip
 """Bytes of one number of a stored dtype."""
 MAX_HEADER = 100_000_000
+GGUF = b"GGUF"
+"""What such a file begins with."""
 COMPARED_AT_ONCE = 16 << 20
 
 
@@ -69,13 +71,15 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_headers(folder: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the folder by name, from the headers alone. A single
+    """Every tensor of the folder, or of a GGUF file, by name, from the headers alone. A single
     file takes precedence over an index, which may be left over from another form of the checkpoint.
 
     Raises:
         BadModel: no safetensors weights, a truncated or corrupt file, an index that disagrees
             with its shards.
     """
+    if is_gguf(folder):
+        return _read_gguf(folder)
     if (folder / SINGLE).is_file():
         return _read_file(folder / SINGLE)
     if (folder / INDEX).is_file():
@@ -118,6 +122,24 @@ def same_numbers(a: TensorEntry, b: TensorEntry) -> bool:
                 return False
             left -= count
     return True
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(GGUF)) == GGUF
+
+
+def _read_gguf(path: Path) -> dict[str, TensorEntry]:
+    from cairn.models.gguf_file import GgufFile
+
+    file = GgufFile(path)
+    return {
+        name: TensorEntry(path, file.dtype(name), part.shape, *file.span(name))
+        for name, part in file.tensors.items()
+    }
 
 
 def _read_sharded(folder: Path) -> dict[str, TensorEntry]:

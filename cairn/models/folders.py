@@ -113,17 +113,15 @@ def refuse_quantized(config: Mapping[str, Any], folder: Path, tensors: Collectio
 
 
 def _refused_file(path: Path) -> BadModel:
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic == b"GGUF" or path.suffix == ".gguf":
-        return _refused_gguf(path)
+    if path.suffix == ".gguf":
+        return BadModel(f"{path} does not begin as a GGUF file", "Copy the file again")
     return BadModel(f"{path} is not a folder", f"Give the folder that holds it: {path.parent}")
 
 
 def _refused_gguf(path: Path) -> BadModel:
     return BadModel(
-        f"{path} is a GGUF file, which is not read here",
-        "Give the folder of the checkpoint that it was made from: config.json and safetensors",
+        f"{path.parent} holds a GGUF file, {path.name}, in place of config.json and safetensors",
+        f"Give the file: {path}",
     )
 
 

@@ -15,12 +15,14 @@ from cairn.models.checkpoint import (
     StoredRows,
     TensorEntry,
     has_weights,
+    is_gguf,
     read_headers,
     same_numbers,
     stored_rows,
 )
 from cairn.models.fields import BOOKKEEPING, refuse, token_ids
 from cairn.models.folders import refuse_other_paths, refuse_other_weights, refuse_quantized
+from cairn.models.gguf_file import GgufFile
 from cairn.models.vision.config import with_preprocessing
 from cairn.names import suggestion
 from cairn.specs.model import ModelSpec
@@ -81,7 +83,7 @@ def load_spec(
     """Read what a model is. Needs no torch and runs nothing of the folder.
 
     Args:
-        source: the model's folder, or the content of a config.json.
+        source: the model's folder, its GGUF file, or the content of a config.json.
         overrides: fields of config.json to replace.
 
     Raises:
@@ -94,6 +96,10 @@ def load_spec(
     more_eos: tuple[int, ...] = ()
     if isinstance(source, Mapping):
         config = dict(source)
+    elif is_gguf(Path(source)):
+        config = dict(GgufFile(Path(source)).config)
+        headers = read_headers(Path(source))
+        stored = stored_rows(headers)
     else:
         folder = Path(source)
         refuse_other_paths(folder)

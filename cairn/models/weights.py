@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from cairn.errors import BadModel
 from cairn.layers.embedding import Table
 from cairn.layers.weight import Index, Weight
-from cairn.models.checkpoint import CONVERTIBLE, TensorEntry, read_headers
+from cairn.models.checkpoint import CONVERTIBLE, TensorEntry, is_gguf, read_headers
+from cairn.models.gguf_file import GgufFile
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,10 @@ def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path, device: str) -> Iterator[Any]:
-    """Open a safetensors file. Raises BadModel if it is corrupt."""
+    """Open a safetensors or GGUF file. Raises BadModel if it is corrupt."""
+    if is_gguf(path):
+        yield GgufFile(path).opened(device)
+        return
     try:
         with safe_open(path, framework="pt", device=device) as file:
             yield file

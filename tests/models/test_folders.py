@@ -71,10 +71,9 @@ def test_a_quantized_checkpoint_told_by_a_file(folder, name):
 
 
 def test_a_gguf_file(tmp_path, folder):
-    (tmp_path / "model.bin").write_bytes(b"GGUF\x03\0\0\0")
-    refused(tmp_path / "model.bin", "GGUF file", "safetensors")
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGML\x03\0\0\0")
+    refused(tmp_path / "model-q4.gguf", "does not begin as a GGUF file")
     (tmp_path / "model-q4.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    refused(tmp_path / "model-q4.gguf", "GGUF file")
     refused(folder, "model-q4.gguf", "GGUF file")
     (tmp_path / "config.json").unlink()
     refused(folder, "model-q4.gguf", "GGUF file")

@@ -13,7 +13,8 @@ from cairn.ops.checks import FLOATS, check_pages, expect, expect_within, on_host
 from cairn.ops.flash_attn.flash_attention import flash_attention
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-WIDEST_KEY, WIDEST_VALUE = 256, 512
+WIDEST = 576
+"""Numbers of a head."""
 MOST_KEYS = 1 << 30
 """Of a sequence. Kernels add to a key's number what a window shows beside it, in 32 bits."""
 _INT32 = (torch.int32,)
@@ -89,12 +90,9 @@ class Call:
         if not kv_heads or not q.shape[-2] or q.shape[-2] % kv_heads:
             refuse(name, "q", f"has {q.shape[-2]} heads, not a multiple of {kv_heads}")
         expect(name, self.names[1], self.v, (*k.shape[:-1], None), (q.dtype,), q, dense=1)
-        for what, width, most in (
-            ("q", q.shape[-1], WIDEST_KEY),
-            (self.names[1], self.v.shape[-1], WIDEST_VALUE),
-        ):
-            if not 1 <= width <= most:
-                refuse(name, what, f"has heads of {width} numbers, not 1 to {most}")
+        for what, width in (("q", q.shape[-1]), (self.names[1], self.v.shape[-1])):
+            if not 1 <= width <= WIDEST:
+                refuse(name, what, f"has heads of {width} numbers, not 1 to {WIDEST}")
         self._check_lengths()
         if self.qv is not None:
             shape = (*q.shape[:-1], self.v.shape[-1])

@@ -40,6 +40,7 @@ def _(make: Make) -> Cases:
     large = {"queries": (150, 3), "keys": (290, 7), "heads": (2, 2), "widths": (128, 128)}
     broad = {"queries": (9, 130), "keys": (200, 130), "heads": (2, 1), "widths": (256, 256)}
     lines = {"queries": (2, 1), "keys": (50, 9), "heads": (2, 1), "widths": (16, 16)}
+    latent = {"queries": (2, 1), "keys": (40, 9), "heads": (3, 1), "widths": (576, 512)}
     none = {"queries": (), "keys": (), "heads": (2, 1), "widths": (16, 16)}
     for dtype in (torch.float32, torch.bfloat16):
         yield drawn(make, dtype, **few, even=True, page=16, right=0)
@@ -49,6 +50,7 @@ def _(make: Make) -> Cases:
         yield drawn(make, dtype, **large, page=-1, right=0)
         yield drawn(make, dtype, **large, page=128, left=70, right=0)
         yield drawn(make, dtype, **broad, even=True, right=0)
+        yield drawn(make, dtype, **latent, page=16, right=0)
     dtype = torch.float32
     yield drawn(make, dtype, **few, even=True, left=20, right=0, sinks=True)
     yield drawn(make, dtype, **some, page=-1, left=3, right=5, descale=True)

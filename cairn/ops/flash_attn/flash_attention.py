@@ -15,6 +15,8 @@ from cairn.ops.flash_attn import launch, library, wgmma_launch
 from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Make
 
+WIDEST_KEY, WIDEST_VALUE = 256, 512
+"""Numbers of a head that the Triton kernels take: a tile of wider ones exceeds shared memory."""
 _SCORES = 1 << 24
 """Scores that the definition holds at a time."""
 
@@ -211,7 +213,12 @@ def _(call: Call) -> None:
     wgmma_launch.attend(launch.Task(*call.astuple()))
 
 
-@flash_attention.implementation("triton", devices=gpu.DEVICES, replayed=True)
+def _narrow(call: Call) -> bool:
+    """Heads whose tiles fit into a program's memory."""
+    return call.k.shape[-1] <= WIDEST_KEY and call.v.shape[-1] <= WIDEST_VALUE
+
+
+@flash_attention.implementation("triton", devices=gpu.DEVICES, when=_narrow, replayed=True)
 def _(call: Call) -> None:
     launch.attend(launch.Task(*call.astuple()))
 

@@ -64,9 +64,9 @@ def flash_attn_with_kvcache(
     a + r (-1, None: no end), attention_chunk c keeps those of a's block of c keys. In float32.
 
     Args:
-        q: [B, Sq, H, d], or [T, H, d] with cu_seqlens_q; d <= 256, last dims contiguous. float32,
+        q: [B, Sq, H, d], or [T, H, d] with cu_seqlens_q; d <= 576, last dims contiguous. float32,
             bfloat16, float16 or 8-bit floats, which give bfloat16 and are cut off where they turn.
-        k_cache, v_cache: [B', Sk, Hk, d] and [B', Sk, Hk, dv], dv <= 512; with page_table [pages,
+        k_cache, v_cache: [B', Sk, Hk, d] and [B', Sk, Hk, dv], dv <= 576; with page_table [pages,
             P, Hk, ..], any P. Query head h reads head h // (H / Hk).
         k, v: [B, Sn, Hk, d] and [.., dv], or ragged [T', Hk, ..] with cu_seqlens_k_new: written at
             n .. n + Sn - 1; n grows by Sn. Both or neither. qv: like q with dv.

@@ -93,6 +93,22 @@ def test_masks_and_pages(kind: str, page: int, device: str) -> None:
         near(lse[row], wanted[1])
 
 
+@pytest.mark.parametrize("dims", [(512, 512), (576, 512), (576, 576)])
+def test_heads_as_wide_as_latents(dims: tuple[int, int], device: str) -> None:
+    problem = Problem(7, queries=2, page=6, dims=dims)
+    out, lse = problem.run(device, causal=True)
+    assert out.shape == (4, 2, 4, dims[1])
+    rules = rules_of(dims[0], {"causal": True})
+    for row, length in enumerate(LENGTHS):
+        keys, values = (problem.rows(x, row, length) for x in (problem.k, problem.v))
+        wanted = attention(rules, problem.q[row], keys, values)
+        near(out[row], wanted[0])
+        near(lse[row], wanted[1])
+    wide = Problem(7, dims=(16, 577))
+    with pytest.raises(BadArgument, match="`v_cache` has heads of 577 numbers, not 1 to 576"):
+        wide.run(device)
+
+
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("side", [(1 << 31) - 1, 1 << 31, 1 << 62])
 def test_windows_wider_than_any_sequence_show_all(side: int, monkeypatch) -> None:

@@ -139,6 +139,35 @@ def test_all_layers(layout: str, mla: bool, count: int, ways: None, device: str)
     same(targets[0], getattr(into_k.after(k, read, write, every), layout)())
 
 
+@pytest.mark.parametrize("page", [64, 128])
+def test_all_layers_into_large_pages_of_heads(page: int, ways: None, device: str) -> None:
+    pages, slots = 3, 3 * page
+    shape = (pages, HEADS, page, LAYERS, DIM)
+    g = torch.Generator().manual_seed(page)
+    k, v = (
+        [torch.randn(slots, HEADS, DIM, generator=g).to(DTYPE).to(device) for _ in range(LAYERS)]
+        for _ in range(2)
+    )
+    into = [torch.randn(shape, generator=g).to(DTYPE).to(device) for _ in range(2)]
+    read, write = (torch.randperm(slots, generator=g)[: page + 5] for _ in range(2))
+    # The last token of a page and the first of the next one are among them.
+    write[:2] = torch.tensor([page - 1, page])
+    write[2:] = torch.tensor([n for n in range(slots) if n not in (page - 1, page)])[: page + 3]
+    wanted = [x.clone() for x in into]
+    for r, w in zip(read.tolist(), write.tolist(), strict=True):
+        for layer in range(LAYERS):
+            for layers, target in ((k, wanted[0]), (v, wanted[1])):
+                target[w // page, :, w % page, layer] = layers[layer][r]
+    ops.transfer_kv_all_layer_lf_ph(
+        *(table(k), into[0], table(v), into[1], read.to(device), write.to(device), ITEM),
+        *(LAYERS * ITEM, LAYERS),
+        page_size=page,
+        head_num=HEADS,
+    )
+    for got, expected in zip(into, wanted, strict=True):
+        same(got, expected)
+
+
 def test_items_wider_than_a_program(ways: None, device: str) -> None:
     src, dst = torch.randn(2, 6, 1410, device=device)
     wanted = dst.clone()
