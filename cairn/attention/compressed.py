@@ -131,8 +131,7 @@ class CompressedBackend(AttentionBackend):
         """Attend: -> [T, H, D] float32, or q's dtype in a layer without entries."""
         spec, fields, q = self.layers[layer], self.pools.pages[layer], inputs.q
         location = plan.batch.places[self._passing].location
-        half = spec.head_dim // 2
-        ops.mla_kv_store(inputs.kv[:, :half], inputs.kv[:, half:], fields[RECORD], location)
+        _store_lines(inputs.kv, fields[RECORD], location)
         own, given = spec.compression, inputs.entries
         cells, length = plan.windows[spec.window]
         read = (q, fields[RECORD], cells, length, spec.scale, spec.head_dim)
@@ -178,11 +177,10 @@ class CompressedBackend(AttentionBackend):
         own, fields = self.layers[layer].compression, self.pools.pages[layer]
         assert own is not None
         kept, location = fields[INPUTS], plan.entries[own.rate].location
-        ops.index_k_store(given.inputs, kept, plan.batch.places[self._passing].location)
+        _store_lines(given.inputs, kept, plan.batch.places[self._passing].location)
         wide = 2 * given.compression.bias.shape[1]
         entry = self._made(kept[..., :wide], given.compression, plan, fields[ENTRY].dtype)
-        half = entry.shape[1] // 2
-        ops.mla_kv_store(entry[:, :half], entry[:, half:], fields[ENTRY], location)
+        _store_lines(entry, fields[ENTRY], location)
         if given.index_compression is not None and given.index is not None:
             form, dtype = self._index[layer], given.index.q.dtype
             key = self._made(kept[..., wide:], given.index_compression, plan, dtype)
@@ -242,6 +240,12 @@ class CompressedBackend(AttentionBackend):
             given = (None, entries.page_table, own_row, entries.size)
             found.append(ops.select_topk(logits, seen, own.topk, *given))
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _store_lines(lines: Tensor, cache: Tensor, location: Tensor) -> None:
+    """Write lines [T, n] to locations [T] of a cache [pages, S, n]."""
+    half = lines.shape[1] // 2
+    ops.mla_kv_store(lines[:, :half], lines[:, half:], cache, location)
 
 
 def entries_of_page(size: int, rate: int) -> int:

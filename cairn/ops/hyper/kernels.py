@@ -45,24 +45,21 @@ def products_kernel(
 
 
 @triton.jit
-def sums_of(part, token, tokens, splits, first, shape, inside, NP: tl.constexpr):
-    """Sums over splits of the products of a token, from `first` + `shape` on where inside."""
-    total = tl.zeros(shape.shape, tl.float32)
-    for split in range(splits):
-        at = part + (split * tokens + token) * NP + first + shape
-        total += tl.load(at, mask=inside, other=0.0)
-    return total
+def picked(y, column, wanted):
+    """Those of y [NP] whose column is wanted [N]; 0 where there is none."""
+    return tl.sum(tl.where(column[None, :] == wanted[:, None], y[None, :], 0.0), 1)
 
 
 @triton.jit
-def mixing(y, inside, eps, iterations):
-    """Logits [NP, NP] become a matrix whose rows and columns sum up to 1, nearly."""
-    logits = tl.where(inside, y, float("-inf"))
+def mixing(logits, eps, iterations):
+    """Logits [CP, CP], -inf where they only pad, become a matrix whose rows and columns sum up to
+    1, nearly."""
     best = tl.max(logits, 1)
     best = tl.where(best == float("-inf"), 0.0, best)
     power = tl.exp(logits - best[:, None])
     total = tl.sum(power, 1)
-    mix = tl.where(inside, power / tl.where(total == 0.0, 1.0, total)[:, None] + eps, 0.0)
+    share = power / tl.where(total == 0.0, 1.0, total)[:, None] + eps
+    mix = tl.where(logits == float("-inf"), 0.0, share)
     mix = mix / (tl.sum(mix, 0) + eps)[None, :]
     for _ in range(iterations - 1):
         mix = mix / (tl.sum(mix, 1) + eps)[:, None]
@@ -75,7 +72,7 @@ def gather_kernel(
     streams, part, scale, base, x, post, mix, tokens, splits, hidden, stride, norm_eps, eps,
     iterations,
     COUNT: tl.constexpr, CP: tl.constexpr, ROWS: tl.constexpr, NP: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    SP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """A token's sum of COUNT streams [hidden], BLOCK numbers of it, and by the first program of a
     token also post and mix (None: only the sum); see `mhc_pre` and `mhc_head`.
@@ -83,38 +80,41 @@ def gather_kernel(
     Args:
         part: from `products_kernel`, [splits, tokens, NP], sums of squares in column ROWS.
         stride: of streams, from token to token.
-        CP: COUNT, padded.
+        CP, SP: COUNT and splits, padded.
         PARTS: programs of a token.
     """
     token, piece = row_and_part(PARTS)
-    one, number = tl.arange(0, 1), tl.arange(0, CP)
-    squares = tl.sum(sums_of(part, token, tokens, splits, ROWS, one, one == 0, NP), 0)
-    factor = tl.rsqrt(squares / (COUNT * hidden) + norm_eps)
+    column, number, split = tl.arange(0, NP), tl.arange(0, CP), tl.arange(0, SP)
+    at = part + (split * tokens + token)[:, None] * NP + column[None, :]
+    y = tl.load(at, mask=(split < splits)[:, None] & (column <= ROWS)[None, :], other=0.0)
+    y = tl.sum(y, 0)
+    squares = tl.sum(tl.where(column == ROWS, y, 0.0), 0)
+    y *= tl.rsqrt(squares / (COUNT * hidden) + norm_eps)
     alive = number < COUNT
-    y = sums_of(part, token, tokens, splits, 0, number, alive, NP) * factor
-    y = y * tl.load(scale) + tl.load(base + number, mask=alive, other=0.0)
-    weight = tl.where(alive, 1.0 / (1.0 + tl.exp(-y)) + eps, 0.0)
-    column = piece * BLOCK + tl.arange(0, BLOCK)
-    shown = alive[:, None] & (column < hidden)[None, :]
-    at = streams + token * stride + number[:, None] * hidden + column[None, :]
+    share = picked(y, column, number) * tl.load(scale)
+    share += tl.load(base + number, mask=alive, other=0.0)
+    weight = tl.where(alive, 1.0 / (1.0 + tl.exp(-share)) + eps, 0.0)
+    place = piece * BLOCK + tl.arange(0, BLOCK)
+    shown = alive[:, None] & (place < hidden)[None, :]
+    at = streams + token * stride + number[:, None] * hidden + place[None, :]
     taken = tl.load(at, mask=shown, other=0.0).to(tl.float32)
     total = tl.sum(taken * weight[:, None], 0)
-    to = x + token * hidden + column
-    tl.store(to, total.to(x.dtype.element_ty), mask=column < hidden)
+    tl.store(x + token * hidden + place, total.to(x.dtype.element_ty), mask=place < hidden)
     if post is not None:  # noqa: SIM102 - known when it is compiled
         if piece == 0:
-            shares = sums_of(part, token, tokens, splits, COUNT, number, alive, NP) * factor
-            shares = shares * tl.load(scale + 1)
-            shares += tl.load(base + COUNT + number, mask=alive, other=0.0)
-            entering = 2.0 / (1.0 + tl.exp(-shares))
+            entering = picked(y, column, COUNT + number) * tl.load(scale + 1)
+            entering += tl.load(base + COUNT + number, mask=alive, other=0.0)
+            entering = 2.0 / (1.0 + tl.exp(-entering))
             tl.store(post + token * COUNT + number, entering, mask=alive)
-            cell = number[:, None] * COUNT + number[None, :]
-            inside = alive[:, None] & alive[None, :]
-            logits = sums_of(part, token, tokens, splits, 2 * COUNT, cell, inside, NP) * factor
-            logits = logits * tl.load(scale + 2)
-            logits += tl.load(base + 2 * COUNT + cell, mask=inside, other=0.0)
-            made = mixing(logits, inside, eps, iterations)
-            tl.store(mix + token * COUNT * COUNT + cell, made, mask=inside)
+            cell = tl.arange(0, CP * CP)
+            from_to = cell // CP * COUNT + cell % CP
+            logits = picked(y, column, 2 * COUNT + from_to) * tl.load(scale + 2)
+            inside = (cell // CP < COUNT) & (cell % CP < COUNT)
+            logits += tl.load(base + 2 * COUNT + from_to, mask=inside, other=0.0)
+            logits = tl.where(inside, logits, float("-inf"))
+            made = mixing(tl.reshape(logits, (CP, CP)), eps, iterations)
+            of_mix = mix + token * COUNT * COUNT + number[:, None] * COUNT + number[None, :]
+            tl.store(of_mix, made, mask=alive[:, None] & alive[None, :])
 
 
 @triton.jit(early=())

@@ -11,8 +11,8 @@ from cairn.ops.pdl import pdl_option, uses_pdl
 
 TOKENS, COLUMNS, BLOCK = 16, 64, 1024
 """Tokens of a program of products and numbers that it reads at once; numbers of one that sums."""
-PROGRAMS = 256
-"""Of products, at least, if there are so many numbers."""
+PROGRAMS, SPLITS = 256, 32
+"""Programs of products, at least, if their splits are no more than these."""
 WARPS = 4
 
 
@@ -42,7 +42,7 @@ def gather(
     if not tokens:
         return x, post, mix
     padded, blocks = max(16, gpu.next_power_of_2(rows + 1)), -(-tokens // TOKENS)
-    wanted = max(1, min(-(-PROGRAMS // blocks), -(-width // COLUMNS)))
+    wanted = max(1, min(-(-PROGRAMS // blocks), SPLITS, -(-width // COLUMNS)))
     # A power of two: few kernels are compiled.
     span = COLUMNS * gpu.next_power_of_2(-(-width // (wanted * COLUMNS)))
     splits = -(-width // span)
@@ -83,6 +83,7 @@ def gather(
         CP=gpu.next_power_of_2(count),
         ROWS=rows,
         NP=padded,
+        SP=gpu.next_power_of_2(splits),
         BLOCK=block,
         PARTS=parts,
         num_warps=WARPS,
