@@ -51,7 +51,7 @@ def batch_options(command: Any) -> Any:
 
 
 @click.command()
-@click.argument("file", type=click.File("r", encoding="utf-8"))
+@click.argument("file", type=click.File("r", encoding="utf-8", lazy=True))
 @model_argument
 @batch_options
 @engine_options

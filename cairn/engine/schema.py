@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any
 
 from cairn.engine.exclusion import Exclusion
+from cairn.engine.keywords import rewrite
 from cairn.errors import BadRequest
 
 EXACT = 2**53
@@ -37,12 +38,14 @@ def prepared(schema: Any) -> Any:
     """A copy of a parsed schema that llguidance follows exactly.
 
     Raises:
-        BadRequest: it has a number that a 64-bit float does not hold.
+        BadRequest: it has a number that a 64-bit float does not hold, or a keyword in a form that
+            is not followed.
     """
     text = json.dumps(schema)
     schema = json.loads(text)
     parts = list(subschemas(schema))
     for path, part in parts:
+        rewrite(path, part)
         _check_values(path, part)
         _prepare_bounds(path, part)
         for key in _MOST:

@@ -253,7 +253,7 @@ REFUSED = {
     "no schema": (Grammar("json_schema", "[]"), "schema must be an object"),
     "NaN": (Grammar("json_schema", "NaN"), "NaN is not a JSON number"),
     "unknown type": (Grammar("json_schema", '{"type": "text"}'), "Invalid type: text"),
-    "unsupported": (Grammar("json_schema", '{"not": {}}'), 'Unimplemented keys: ["not"]'),
+    "unsupported": (Grammar("json_schema", '{"not": {}}'), "not has a form"),
     "false": (Grammar("json_schema", "false"), "Unsatisfiable"),
     "remote": (Grammar("json_schema", '{"$ref": "http://x/y"}'), "http://x/y"),
     "no such ref": (Grammar("json_schema", '{"$ref": "#/$defs/a"}'), "does not exist"),
