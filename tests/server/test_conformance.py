@@ -286,7 +286,7 @@ def test_completion_stream(client):
         (lambda c: complete(c, "x" * 9000), openai.BadRequestError, "prompt"),
         (lambda c: complete(c, best_of=2), openai.BadRequestError, "best_of"),
         (
-            lambda c: chat(c, extra_body={"guided_json": {}}),
+            lambda c: chat(c, extra_body={"guided_json": {}, "regex": "a"}),
             openai.BadRequestError,
             "guided_json",
         ),
