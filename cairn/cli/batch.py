@@ -51,11 +51,11 @@ def batch_options(command: Any) -> Any:
 
 
 @click.command()
-@click.argument("file", type=click.File("r", encoding="utf-8", lazy=True))
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
 @model_argument
 @batch_options
 @engine_options
-def batch(file: Any, model: Path | None, output: Path | None, **options: Any) -> None:
+def batch(file: str, model: Path | None, output: Path | None, **options: Any) -> None:
     """Answer the requests of FILE with MODEL.
 
     FILE holds a JSON object on each line, as OpenAI's Batch API takes them: custom_id, method, url
@@ -69,12 +69,13 @@ def batch(file: Any, model: Path | None, output: Path | None, **options: Any) ->
     engine = EngineOptions(**engine_arguments(options))
     chosen = {name: options[name] for name in SERVER_NAMES if options[name] not in (None, ())}
     with ExitStack() as stack:
+        lines = stack.enter_context(click.open_file(file, encoding="utf-8"))
         target = sys.stdout if output is None else stack.enter_context(output.open("w", 1, "utf-8"))
         counts = run_batch(
             model_or_default(model),
             engine,
             ServerOptions(**chosen),
-            file,
+            lines,
             target.write,
             lambda text: click.echo(text, err=True),
         )
