@@ -28,7 +28,7 @@ TEXT = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
     "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "linear_conv_kernel_dim": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 10000, "partial_rotary_factor": 0.5,
         "mrope_interleaved": True, "mrope_section": [3, 3, 2],

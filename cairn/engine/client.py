@@ -45,6 +45,7 @@ from cairn.engine.messages import (
 from cairn.engine.watchdog import TICK_SECONDS, Watchdog
 from cairn.errors import BadRequest, Busy, CairnError, EngineDead
 from cairn.obs.log import LEVELS, get_logger
+from cairn.runner.media import PromptMedia
 from cairn.types import FinishReason, SamplingParams
 
 log = get_logger(__name__)
@@ -273,6 +274,7 @@ class EngineClient:
         params: SamplingParams,
         priority: int = 0,
         request_id: str | None = None,
+        media: PromptMedia | None = None,
     ) -> Submission:
         """Have a prompt served.
 
@@ -281,6 +283,7 @@ class EngineClient:
             params: how to sample; `n` continuations.
             priority: smaller goes first.
             request_id: unique among the live ones; None: chosen here.
+            media: images and videos of the prompt.
 
         Raises:
             BadRequest, TooLong: as `check`; also for an id in use.
@@ -299,7 +302,7 @@ class EngineClient:
         name = uuid.uuid4().hex if request_id is None else request_id
         if name in self._submissions:
             raise BadRequest(f"request id {name!r} is in use", "Choose another one")
-        self._child.send(Submit(name, pack_ids(prompt), params, priority))
+        self._child.send(Submit(name, pack_ids(prompt), params, priority, media))
         submission = Submission(self, name, params.n)
         self._submissions[name] = submission
         self._live += params.n
@@ -391,6 +394,7 @@ class EngineClient:
             eos_ids=info.eos_ids,
             seed=0,
             selects=bool(info.selecting_layers),
+            media=info.media,
         )
         self._watchdog.loading = False
         if not self._started.done():

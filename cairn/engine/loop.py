@@ -203,6 +203,7 @@ class EngineLoop:
                     others if index else message.params,
                     index=index,
                     priority=message.priority,
+                    media=message.media,
                 )
                 parts.append(_Part(continuation, message.id, index))
         except CairnError as error:

@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from cairn.config import EngineOptions
+from cairn.runner.media import PromptMedia
+from cairn.specs.vision import MediaSpec
 from cairn.types import LayerSelection, LogprobColumns, SamplingParams
 
 TO_ENGINE, FROM_ENGINE = "to-engine", "from-engine"
@@ -51,12 +53,14 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         prompt: user token ids, packed by `pack_ids`.
         params: how to sample.
         priority: smaller goes first.
+        media: images and videos of the prompt.
     """
 
     id: str
     prompt: bytes
     params: SamplingParams
     priority: int = 0
+    media: PromptMedia | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -115,6 +119,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         memory: (what, bytes) lines of the memory table.
         memory_flag: the option that changes how many pages there are.
         selecting_window: slots of their local window, 0 without such layers.
+        media: how images and videos enter prompts; None: the model reads text alone.
     """
 
     vocab_size: int
@@ -130,6 +135,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     memory: tuple[tuple[str, int], ...]
     memory_flag: str = "--kv-cache-memory SIZE"
     selecting_window: int = 0
+    media: MediaSpec | None = None
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):

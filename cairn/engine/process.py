@@ -180,6 +180,7 @@ def ready_of(built: Built) -> Ready:
         memory=built.table,
         memory_flag=memory.flag,
         selecting_window=selecting_window(spec),
+        media=core.shape.media,
     )
 
 

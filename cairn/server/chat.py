@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from cairn.engine.chat_template import TemplateInput
+from cairn.engine.media.given import Given, taken_out
 from cairn.engine.tokenizer import Tokenizer
 from cairn.errors import BadRequest
 from cairn.server.chat_output import ChatShape, Thinking, ToolUse
@@ -26,6 +27,7 @@ from cairn.server.intake import (
     read_request,
     tokenizer_of,
 )
+from cairn.server.media import ChatPrompt
 from cairn.server.protocol.chat import ChatRequest, NamedTool, Tool
 from cairn.server.protocol.fields import BadField
 from cairn.server.protocol.tokens import TokenizeRequest
@@ -71,8 +73,14 @@ async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShap
         raise
     longest = longest_prompt(state)
     limit = longest if asked.truncate_prompt_tokens is None else None
-    prompt = await encode_chat(request, tokenizer, asked, tools.shown, limit)
-    prompt = list(truncated(prompt, asked, longest))
+    chat = await encode_chat(request, tokenizer, asked, tools.shown, limit)
+    prompt = list(truncated(chat.ids, asked, longest))
+    if chat.media is not None and len(prompt) < len(chat.ids):
+        raise BadField(
+            "truncate_prompt_tokens",
+            "truncate_prompt_tokens would cut a prompt with images",
+            "Leave it out, or send fewer images",
+        )
     thinking = _thinking(state, asked, prompt, tokenizer)
     if grammar is not None and thinking is not None and thinking.begun:
         behind = behind_thought(grammar, thinking.thought, tokenizer.special_names)
@@ -83,7 +91,7 @@ async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShap
             grammar = behind
     output = _output(state, asked, grammar, _fixed(tools, thinking, tokenizer))
     params = sampling_params(asked, output, state.options, state.sampling_defaults)
-    work = Work([prompt], params, asked.priority or 0, "messages")
+    work = Work([prompt], params, asked.priority or 0, "messages", [chat.media])
     return work, ChatShape(state, asked, prompt, tools, thinking, tokenizer)
 
 
@@ -155,16 +163,20 @@ async def encode_chat(
     asked: ChatRequest | TokenizeRequest,
     tools: Sequence[Mapping[str, Any]],
     limit: int | None = None,
-) -> list[int]:
-    """Token ids of a conversation.
+) -> ChatPrompt:
+    """Token ids and images of a conversation.
 
-    Raises BadRequest, TooLong, BadModel, Busy: see Tokenizer.chat_input, Tokenizer.encode and
-    TemplateRenderer.render.
+    Raises BadRequest, TooLong, BadModel, Busy: see Tokenizer.chat_input, Tokenizer.encode,
+    TemplateRenderer.render and MediaPreparer.placed.
     """
     state: ServerState = request.app.state.server
+    assert state.media is not None
+    reader, images = state.media.reader, list[Given]()
 
     def chat_input() -> TemplateInput | str:
-        messages: list[dict[str, Any]] = msgspec.to_builtins(asked.messages or [])
+        messages, found = taken_out(msgspec.to_builtins(asked.messages or []))
+        reader.check(found)
+        images.extend(found)
         variables = asked.chat_template_kwargs
         if isinstance(asked, ChatRequest) and asked.documents is not None:
             variables = {"documents": asked.documents} | (variables or {})
@@ -178,6 +190,7 @@ async def encode_chat(
             variables,
             add_generation_prompt=asked.add_generation_prompt,
             continue_final_message=bool(asked.continue_final_message),
+            placeholders=reader.placeholders if found else {},
         )
 
     try:
@@ -185,9 +198,10 @@ async def encode_chat(
         rendered = not isinstance(given, str)
         text = given if isinstance(given, str) else await state.templates.render(given)
         # A template can make a long text of a short request.
-        return await at_once_if_short(
+        ids = await at_once_if_short(
             len(text), lambda: tokenizer.encode(text, not rendered, limit=limit)
         )
+        return await state.media.placed(ids, images)
     except BadRequest as error:
         error.param = error.param or field_named_by(error, type(asked)) or "messages"
         raise

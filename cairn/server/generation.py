@@ -18,6 +18,7 @@ from cairn.engine.client import EngineClient, Submission
 from cairn.engine.messages import Delta
 from cairn.errors import BadRequest, CairnError, EngineDead
 from cairn.obs.metrics import Track
+from cairn.runner.media import PromptMedia
 from cairn.server.protocol.common import CachedTokens, SamplingFields, StreamOptions, Usage
 from cairn.server.protocol.fields import BadField
 from cairn.server.sampling import field_named_by
@@ -59,12 +60,14 @@ class Work:
         params: of all of them.
         priority: smaller goes first.
         field: the body's field that the prompts came from, for errors.
+        media: images and videos of each prompt; empty: they are text.
     """
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     priority: int
     field: str
+    media: Sequence[PromptMedia | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,8 @@ class Generation:
         work = self._work
         name = f"{self._id}-{i}" if i else self._id
         try:
-            return self._client.submit(prompt, work.params, work.priority, name)
+            media = work.media[i] if work.media else None
+            return self._client.submit(prompt, work.params, work.priority, name, media)
         except BadRequest as error:
             error.param = field_named_by(error, SamplingFields) or work.field
             raise

@@ -10,14 +10,17 @@ import msgspec
 
 from cairn.config import EngineOptions
 from cairn.engine.client import EngineClient
+from cairn.engine.media.reader import MediaReader
 from cairn.engine.recommended import recommended_sampling
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.obs.metrics import Metrics
 from cairn.obs.trace import Tracer
 from cairn.server.grammars import GrammarChecker
+from cairn.server.media import MediaPreparer
 from cairn.server.options import ServerOptions
 from cairn.server.state import ServerState
 from cairn.server.templates import TemplateRenderer
+from cairn.specs.media import resolve_media
 
 
 def new_state(
@@ -42,6 +45,7 @@ def new_state(
         client=client,
         metrics=Metrics(name, totals, lambda: client.phases),
         grammars=GrammarChecker(),
+        media_limits=resolve_media(engine),
         templates=TemplateRenderer(),
         tracer=tracer,
         model_name=name,
@@ -61,12 +65,17 @@ async def load(state: ServerState, model: Path, on_phase: Callable[[str, float],
     state.tokenizer, _ = await asyncio.gather(_tokenizer(state, model), starting)
     if state.tokenizer is not None:
         state.grammars.open(state.tokenizer, state.client.info.vocab_size)
+    info = state.client.info
+    reader = MediaReader(info.media, state.media_limits, state.tokenizer)
+    state.media = MediaPreparer(reader, info.max_model_len)
 
 
 def close(state: ServerState) -> None:
     """End the workers. The engine is stopped by its client."""
     state.grammars.close()
     state.templates.close()
+    if state.media is not None:
+        state.media.close()
 
 
 async def _tokenizer(state: ServerState, model: Path) -> Tokenizer | None:

@@ -44,6 +44,8 @@ from cairn.server.protocol.messages import (
 from cairn.server.sse import EventStream
 from cairn.server.state import ServerState
 
+Content = str | list[dict[str, Any]]
+"""Of a message of a chat."""
 STOP_REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -68,8 +70,8 @@ async def count_tokens(request: Request) -> Response:
     asked = chat_of(await read_request(request, CountRequest))
     tokenizer = tokenizer_of(state, "a chat")
     tools = shown_tools(asked.tools or [])
-    ids = await encode_chat(request, tokenizer, asked, tools)
-    return Response(msgspec.json.encode(TokenCount(len(ids))), media_type="application/json")
+    chat = await encode_chat(request, tokenizer, asked, tools)
+    return Response(msgspec.json.encode(TokenCount(len(chat.ids))), media_type="application/json")
 
 
 def chat_of(given: CountRequest) -> ChatRequest:
@@ -129,24 +131,24 @@ def _turn(name: str, turn: TurnMessage) -> Iterator[dict[str, Any]]:
     if isinstance(turn.content, str):
         yield _said(turn.role, turn.content)
         return
-    texts: list[str] = []
+    texts: list[TextBlock | ImageBlock] = []
     thoughts: list[str] = []
     calls = []
     for i, block in enumerate(turn.content):
         match block:
-            case TextBlock():
-                texts.append(block.text)
+            case TextBlock() | ImageBlock():
+                texts.append(block)
             case ThinkingBlock() if turn.role == "assistant":
                 thoughts.append(block.thinking)
             case ToolUseBlock() if turn.role == "assistant":
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock() if turn.role == "user":
-                content = "" if block.content is None else _text(block.content)
+                content = "" if block.content is None else _said_in(block.content)
                 yield _said("tool", content) | {"tool_call_id": block.tool_use_id}
             case ToolUseBlock() | ToolResultBlock():
                 raise BadField(f"{name}.content[{i}]", f"{name}: the {turn.role} has no such block")
-    said = _said(turn.role, "\n".join(texts))
+    said = _said(turn.role, _said_in(texts))
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -155,8 +157,20 @@ def _turn(name: str, turn: TurnMessage) -> Iterator[dict[str, Any]]:
         yield said
 
 
-def _said(role: str, content: str) -> dict[str, Any]:
+def _said(role: str, content: Content) -> dict[str, Any]:
     return {"role": role, "content": content}
+
+
+def _said_in(content: str | Sequence[TextBlock | ImageBlock]) -> Content:
+    """As a chat has it: parts where there are images, else one text."""
+    if isinstance(content, str) or not any(isinstance(block, ImageBlock) for block in content):
+        return _text(content)
+    return [
+        {"type": "image_url", "image_url": block.source.as_url}
+        if isinstance(block, ImageBlock)
+        else {"type": "text", "text": block.text}
+        for block in content
+    ]
 
 
 def _text(content: str | Sequence[TextBlock | ImageBlock]) -> str:

@@ -39,6 +39,9 @@ from cairn.server.protocol.responses import (
 from cairn.server.sse import EventStream
 from cairn.server.state import ServerState
 
+Content = str | list[dict[str, Any]]
+"""Of a message of a chat."""
+
 
 async def create_response(request: Request) -> Response:
     """POST /v1/responses. Raises CairnError for what cannot be served."""
@@ -104,9 +107,9 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
             if thought:
                 messages.append(_said("assistant", "") | {"reasoning_content": thought})
         case InputMessage() if last is not None and _only_thought(last, item):
-            last["content"] = _text(item.content)
+            last["content"] = _content(item.content)
         case InputMessage():
-            messages.append(_said(item.role, _text(item.content)))
+            messages.append(_said(item.role, _content(item.content)))
         case InputCall():
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
@@ -114,7 +117,7 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
                 messages.append(_said("assistant", ""))
             messages[-1].setdefault("tool_calls", []).append(call)
         case CallOutput():
-            messages.append(_said("tool", _text(item.output)) | {"tool_call_id": item.call_id})
+            messages.append(_said("tool", _content(item.output)) | {"tool_call_id": item.call_id})
 
 
 def _only_thought(message: dict[str, Any], item: InputMessage) -> bool:
@@ -123,13 +126,21 @@ def _only_thought(message: dict[str, Any], item: InputMessage) -> bool:
     return message.keys() == keys and not message["content"] and item.role == "assistant"
 
 
-def _said(role: str, content: str) -> dict[str, Any]:
+def _said(role: str, content: Content) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _text(content: str | Sequence[InputText | OutputText | InputImage]) -> str:
+def _content(content: str | Sequence[InputText | OutputText | InputImage]) -> Content:
+    """As a chat has it: parts where there are images, else one text."""
     if isinstance(content, str):
         return content
+    if any(isinstance(part, InputImage) for part in content):
+        return [
+            {"type": "image_url", "image_url": part.image_url}
+            if isinstance(part, InputImage)
+            else {"type": "text", "text": part.text}
+            for part in content
+        ]
     return "\n".join(part.text for part in content if not isinstance(part, InputImage))
 
 

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from cairn.obs.metrics import Metrics
 from cairn.obs.trace import Tracer
 from cairn.server.options import ServerOptions
+from cairn.specs.media import MediaLimits
 
 if TYPE_CHECKING:
     from cairn.engine.client import EngineClient
     from cairn.engine.tokenizer import Tokenizer
     from cairn.server.grammars import GrammarChecker
+    from cairn.server.media import MediaPreparer
     from cairn.server.templates import TemplateRenderer
 
 
@@ -26,6 +28,8 @@ class ServerState:
         options: what the operator decided.
         client: the engine.
         tokenizer: None while loading, and for a model that has none.
+        media: reads images and videos; None while loading.
+        media_limits: what prompts may bring of them.
         metrics: counters and histograms.
         tracer: makes spans, or none.
         grammars: checks grammars before the engine sees them.
@@ -48,6 +52,8 @@ class ServerState:
     aliases: tuple[str, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Tokenizer | None = None
+    media: MediaPreparer | None = None
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
     tracer: Tracer = field(default_factory=Tracer)
     loaded: bool = False
     draining: bool = False

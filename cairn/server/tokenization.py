@@ -30,7 +30,8 @@ async def tokenize(request: Request) -> Response:
 
     prompt, special = asked.prompt, asked.add_special_tokens is not False
     if prompt is None:
-        ids = await encode_chat(request, tokenizer, asked, shown_tools(asked.tools or []))
+        chat = await encode_chat(request, tokenizer, asked, shown_tools(asked.tools or []))
+        ids = list(chat.ids)
     else:
         with about("prompt"):
             ids = await encoded(request, lambda: tokenizer.encode(prompt, special))

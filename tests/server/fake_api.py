@@ -8,12 +8,15 @@ import json
 import httpx
 
 from cairn.engine.chat_template import render
+from cairn.engine.media.reader import MediaReader
 from cairn.errors import BadRequest
 from cairn.obs.metrics import Metrics
 from cairn.server.app import create_app
+from cairn.server.media import MediaPreparer
 from cairn.server.options import ServerOptions
 from cairn.server.state import ServerState
-from tests.server.fake_client import FakeClient
+from cairn.specs.media import MediaLimits
+from tests.server.fake_client import VOCAB, FakeClient
 
 MODEL = "tiny"
 
@@ -40,8 +43,8 @@ class FakeTemplates:
 class FakeApi:
     """Requests to the application, each in an event loop of its own."""
 
-    def __init__(self, tokenizer, **options):
-        self.client = FakeClient(tokenizer)
+    def __init__(self, tokenizer, media=None, limits=None, **options):
+        self.client = FakeClient(tokenizer, vocab=VOCAB if media is None else tokenizer.size)
         self.grammars = FakeGrammars()
         self.state = ServerState(
             options=ServerOptions(**options),
@@ -51,6 +54,9 @@ class FakeApi:
             templates=FakeTemplates(),
             model_name=MODEL,
             tokenizer=tokenizer,
+            media=MediaPreparer(
+                MediaReader(media, limits or MediaLimits(), tokenizer), self.client.max_model_len
+            ),
             loaded=True,
         )
         self.app = create_app(self.state)

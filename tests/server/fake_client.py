@@ -28,6 +28,7 @@ class Asked:
     params: SamplingParams
     priority: int
     id: str
+    media: object = None
 
 
 @dataclass
@@ -45,6 +46,7 @@ class FakeClient:
 
     tokenizer: object
     max_model_len: int = 4096
+    vocab: int = VOCAB
     layers: tuple[int, ...] = LAYERS
     bound: int = 64
     live: int = 0
@@ -63,7 +65,7 @@ class FakeClient:
         self._tasks: dict[str, asyncio.Task] = {}
         self._submissions: list[Submission] = []
         self.info = Ready(
-            vocab_size=VOCAB,
+            vocab_size=self.vocab,
             max_model_len=self.max_model_len,
             eos_ids=(),
             page_size=64,
@@ -81,10 +83,10 @@ class FakeClient:
         return self.live, self.bound
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        shape = CoreShape(VOCAB, self.max_model_len, (), 0, bool(self.layers))
+        shape = CoreShape(self.vocab, self.max_model_len, (), 0, bool(self.layers))
         admission.check(prompt, params, shape, self.tokenizer is not None)
 
-    def submit(self, prompt, params, priority=0, request_id=None):
+    def submit(self, prompt, params, priority=0, request_id=None, media=None):
         if self.dead is not None:
             raise self.dead
         self.check(prompt, params)
@@ -92,7 +94,7 @@ class FakeClient:
             raise Busy("64 outputs are running or waiting, of at most 64", retry_after=7)
         if request_id in self._tasks:
             raise BadRequest(f"request id {request_id!r} is in use")
-        self.submitted.append(Asked(list(prompt), params, priority, request_id))
+        self.submitted.append(Asked(list(prompt), params, priority, request_id, media))
         self.live += params.n
         submission = Submission(self, request_id, params.n)
         self._submissions.append(submission)

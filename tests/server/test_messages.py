@@ -15,6 +15,7 @@ SCHEMA = {"type": "object", "properties": {"at": {"type": "integer"}}}
 TOOL = {"name": "look", "description": "Looks.", "input_schema": SCHEMA}
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
 USER = {"role": "user", "content": "hi"}
+IMAGE = {"type": "image", "source": {"type": "base64", "data": "aGk="}}
 
 
 def body(*messages, **fields):
@@ -153,7 +154,7 @@ def test_what_has_no_effect_is_taken(tool_api):
     [
         ({"messages": [USER]}, "max_tokens is missing"),
         (body(model="gpt"), "'gpt' is not served"),
-        (body({"role": "user", "content": [{"type": "image", "source": {}}]}), "text only"),
+        (body({"role": "user", "content": [IMAGE]}), "text only"),
         (body(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "runs no tools"),
         (body(tools=[TOOL], tool_choice={"type": "tool"}), "needs a name"),
         (body(tools=[TOOL], tool_choice={"type": "tool", "name": "x"}), "'x'"),

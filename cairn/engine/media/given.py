@@ -26,7 +26,7 @@ from cairn.specs.vision import MODALITIES, VIDEO, MediaSpec
 
 PARTS = {f"{modality}{form}": modality for modality in MODALITIES for form in ("", "_url", "_pil")}
 """Types of content parts -> modality. What a part holds stands under its type's name."""
-TEXT_ALONE = "this model reads text alone"
+TEXT_ALONE = "this model reads text only"
 
 
 @dataclass(frozen=True, slots=True)

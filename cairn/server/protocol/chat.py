@@ -30,7 +30,7 @@ from cairn.server.protocol.fields import (
 
 TYPING_ERROR = 0.85
 """Similarity from which an unknown field of a message counts as a misspelt one."""
-NO_PICTURES = "this server reads text only"
+NO_SOUNDS = "this server reads text and images only"
 CACHED_ANYWAY = "equal prompts share pages anyway"
 NO_FUNCTIONS = "it was replaced by tools and tool_choice"
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -42,25 +42,38 @@ class TextPart(History, tag_field="type", tag="text"):
     text: str
 
 
-class ImagePart(History, tag_field="type", tag="image_url"):
-    """Image part of a message; refused."""
+class MediaUrl(History):
+    """Where an image or a video is: a data URL, or one that the server allows."""
 
-    image_url: Annotated[Refusable, refused(NO_PICTURES)]
+    url: str
+    detail: Annotated[Any, no_effect("the model's processor chooses the size")] = None
+
+
+class ImagePart(History, tag_field="type", tag="image_url"):
+    """Image part of a message, for models that see."""
+
+    image_url: MediaUrl | str
+
+
+class VideoPart(History, tag_field="type", tag="video_url"):
+    """Video part of a message: data:video/jpeg;base64 and its frames, with commas between them."""
+
+    video_url: MediaUrl | str
 
 
 class AudioPart(History, tag_field="type", tag="input_audio"):
     """A recording."""
 
-    input_audio: Annotated[Refusable, refused(NO_PICTURES)]
+    input_audio: Annotated[Refusable, refused(NO_SOUNDS)]
 
 
 class FilePart(History, tag_field="type", tag="file"):
     """A file."""
 
-    file: Annotated[Refusable, refused(NO_PICTURES)]
+    file: Annotated[Refusable, refused(NO_SOUNDS)]
 
 
-Content = str | list[TextPart | ImagePart | AudioPart | FilePart]
+Content = str | list[TextPart | ImagePart | VideoPart | AudioPart | FilePart]
 
 
 class SystemMessage(History, tag_field="role", tag="system"):
@@ -114,7 +127,7 @@ class AssistantMessage(History, tag_field="role", tag="assistant"):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: Annotated[Refusable, refused("pass what the assistant said as content", "")] = None
-    audio: Annotated[Refusable, refused(NO_PICTURES)] = None
+    audio: Annotated[Refusable, refused(NO_SOUNDS)] = None
     function_call: Annotated[Refusable, refused("it was replaced by tool_calls")] = None
     annotations: Annotated[Any, no_effect("no template reads them")] = None
 

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from cairn.server.protocol.common import ELSEWHERE, Share, StopText
-from cairn.server.protocol.fields import Count, Fields, History, Refusable, no_effect, refused
+from cairn.server.protocol.fields import (
+    BadField,
+    Count,
+    Fields,
+    History,
+    no_effect,
+    refused,
+)
 
 SHARED = "equal prompts share pages anyway"
 NO_SERVER_TOOLS = "this server runs no tools: describe yours with an input_schema"
@@ -22,10 +29,31 @@ class TextBlock(History, tag_field="type", tag="text"):
     citations: Annotated[Any, no_effect("no template reads them")] = None
 
 
-class ImageBlock(History, tag_field="type", tag="image"):
-    """A picture."""
+class ImageSource(History):
+    """Where an image is: base64 of a file, or a URL that the server allows."""
 
-    source: Annotated[Refusable, refused("this server reads text only")]
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        History.__post_init__(self)
+        name = "url" if self.type == "url" else "data"
+        if getattr(self, name) is None:
+            raise BadField(name, f"an image of type {self.type!r} needs {name}")
+
+    @property
+    def as_url(self) -> str:
+        """A URL of it."""
+        data = f"data:{self.media_type or 'image/png'};base64,{self.data}"
+        return data if self.url is None else self.url
+
+
+class ImageBlock(History, tag_field="type", tag="image"):
+    """An image, for models that see."""
+
+    source: ImageSource
     cache_control: Cache = None
 
 

@@ -8,7 +8,15 @@ from msgspec import Meta, Struct
 
 from cairn.server.protocol.chat import FunctionName
 from cairn.server.protocol.common import ELSEWHERE, Temperature
-from cairn.server.protocol.fields import Count, Fields, History, Refusable, no_effect, refused
+from cairn.server.protocol.fields import (
+    BadField,
+    Count,
+    Fields,
+    History,
+    Refusable,
+    no_effect,
+    refused,
+)
 
 KEPT = "this server keeps nothing: send the whole conversation as input"
 
@@ -26,10 +34,16 @@ class OutputText(History, tag_field="type", tag="output_text"):
 
 
 class InputImage(History, tag_field="type", tag="input_image"):
-    """A picture."""
+    """An image, for models that see."""
 
-    image_url: Annotated[Refusable, refused("this server reads text only")] = None
-    file_id: Annotated[Refusable, refused("this server reads text only")] = None
+    image_url: str | None = None
+    file_id: Annotated[Refusable, refused("this server keeps no files")] = None
+    detail: Annotated[Any, no_effect("the model's processor chooses the size")] = None
+
+    def __post_init__(self) -> None:
+        History.__post_init__(self)
+        if self.image_url is None:
+            raise BadField("image_url", "an image needs an image_url")
 
 
 class InputMessage(History, tag_field="type", tag="message"):
