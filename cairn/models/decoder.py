@@ -76,10 +76,11 @@ class Decoder(nn.Module):
         for i, block in enumerate(self.layers):
             found += cast(Block, block).weights(layers.within(str(i)))
         assert len(self.layers) == spec.num_layers
-        if self.draft is not None and spec.draft is not None:
-            found += self.draft.weights(Source(spec.draft.prefix, stored))
         if self.encoder is not None and spec.vision is not None:
             found += self.encoder.weights(Source(spec.vision.prefix, stored))
+        # Last: what is drawn for the others must not depend on whether it is used.
+        if self.draft is not None and spec.draft is not None:
+            found += self.draft.weights(Source(spec.draft.prefix, stored))
         return found
 
     @property

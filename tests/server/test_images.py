@@ -63,6 +63,10 @@ def test_an_image_reaches_the_engine(api):
     # A text request has no images, and a message may give the URL alone.
     api.answer(CHAT, {"messages": [{"role": "user", "content": "hi"}]})
     assert api.asked.media is None
+    detailed = body(URL)
+    detailed["messages"][0]["content"][0]["image_url"]["detail"] = "low"
+    api.answer(CHAT, detailed)
+    assert api.asked.prompt == asked.prompt and api.asked.media == asked.media
     parts = [{"type": "image_url", "image_url": URL}]
     api.answer(CHAT, {"messages": [{"role": "user", "content": parts}]})
     assert api.asked.media.items == (item,)

@@ -236,7 +236,7 @@ NESTED = {
     "NamedTool.function": (named_choice("look"), named_choice("other")),
     "FunctionChoice.name": (named_choice("look"), named_choice("other")),
 }
-OF_IMAGES = {"ImagePart.image_url", "VideoPart.video_url", "MediaUrl.url"}
+OF_IMAGES = {"ImagePart.image_url", "VideoPart.video_url", "MediaUrl.url", "MediaUrl.detail"}
 """Served by models that see, see test_images."""
 UNSEEN = {
     # (struct, field): a request in which the field stands, without effect or refused.
@@ -257,7 +257,6 @@ UNSEEN = {
     "JsonSchema.name": lambda value: formatted(name=value)[1],
     "JsonSchema.description": lambda value: formatted(description=value)[1],
     "JsonSchema.strict": lambda value: formatted(strict=value)[1],
-    "MediaUrl.detail": lambda value: part("image_url", {"url": "x", "detail": value}),
     "AudioPart.input_audio": lambda value: part("input_audio", value),
     "FilePart.file": lambda value: part("file", value),
     "AssistantMessage.refusal": lambda value: assistant("refusal", value),
