@@ -28,13 +28,13 @@ test: $(STAMP) ## the CPU suite: seven to eleven minutes on two cores, no GPU, n
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal --timeout=300 --session-timeout=$(TEST_SECONDS) -m 'not slow and not gpu'
 
 # These use the python3 at hand, not the virtual environment: a GPU machine brings its own torch and
-# triton. They need pytest, hypothesis, click, rich, safetensors, transformers, msgspec and llguidance
+# triton. They need pytest, hypothesis, click, rich, safetensors, transformers, Pillow, msgspec and llguidance
 # beside them; the package is taken from this folder. The server's tests, which need more, have no GPU
 # part. Compiling kernels takes most of the time and happens on the CPU: with pytest-xdist several
 # processes share the GPU.
 GPU_TESTS := tests/ops tests/runner tests/failures $(addprefix tests/engine/test_, \
 	goldens.py invariance.py selection.py overlap.py kv_cache_dtype.py dsa_gpu.py dsv4_gpu.py dense.py \
-	draft_head.py speculation.py warmup.py window_pages.py) tests/bench/test_timing.py tests/train
+	draft_head.py speculation.py images_gpu.py warmup.py window_pages.py) tests/bench/test_timing.py tests/train
 GPU_WORKERS ?= 12
 GPU_PARALLEL = $$(python3 -c 'import xdist' 2>/dev/null && echo --numprocesses=$(GPU_WORKERS) --dist=worksteal)
 

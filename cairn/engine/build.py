@@ -216,7 +216,8 @@ def runner_shape(
     media = spec.vision.media
     # Embeddings of the largest image, twice.
     kept = 2 * media.most_tokens * spec.hidden_size * size
-    return replace(shape, encoder_bytes=kept, axes=media.axes)
+    sides = tuple(media.square_sides(memory.max_model_len))
+    return replace(shape, encoder_bytes=kept, image_sides=sides, axes=media.axes)
 
 
 def page_format(config: EngineConfig) -> PageFormat:

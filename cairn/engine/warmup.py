@@ -67,6 +67,9 @@ def warm_up(built: Built) -> None:
         _run(built, steps)
     if on_gpu:
         log.info("ran every kernel once in %.1f s", time.perf_counter() - began)
+    encoder = built.runner.encoder
+    if encoder is not None:
+        encoder.rehearse(built.runner.shape.image_sides[: None if on_gpu else 1])
     built.runner.forget_reads()
 
 

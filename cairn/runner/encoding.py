@@ -62,6 +62,13 @@ class EncoderCache:
         (places,) = send((torch.cat(index).numpy(),), self._device)
         return Inserted(places, torch.cat(rows))
 
+    @torch.inference_mode()
+    def rehearse(self, sides: Sequence[int]) -> None:
+        """Encode square images of these sides and keep nothing: their kernels are compiled then,
+        and their memory has been taken once."""
+        for side in sides:
+            self._encode(torch.zeros(1, side, side, 3, dtype=torch.uint8, device=self._device))
+
     def clear(self) -> None:
         """Drop everything."""
         self._kept.clear()

@@ -101,10 +101,12 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
         for plan in plans:
             _run(runner, plan)
+        if runner.encoder is not None:
+            runner.encoder.rehearse(shape.image_sides[-1:])
         peak = torch.cuda.max_memory_reserved(device)
         del runner
         # What is kept now stays: it counts as use by others once the pages below are gone.
-        activations = peak - _reserved(device) + FRAGMENTS
+        activations = peak - _reserved(device) + FRAGMENTS + (shape.encoder_bytes or 0)
         graphs = 0
         graphing = Runner(model, mixers, pools, shape, device)
         if graphing.graphs is not None:

@@ -84,6 +84,7 @@ class RunnerShape:
         graph_slots: slots of the largest step with prefills that is a graph.
         drafts: guesses of a row at a time.
         encoder_bytes: embeddings of images that are kept; None: the model has no encoder.
+        image_sides: of square images, from the smallest to the largest.
         axes: positions of a token.
     """
 
@@ -94,6 +95,7 @@ class RunnerShape:
     graph_slots: int
     drafts: int = 0
     encoder_bytes: int | None = None
+    image_sides: tuple[int, ...] = ()
     axes: int = 1
 
 

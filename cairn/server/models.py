@@ -31,6 +31,7 @@ def card(state: ServerState, name: str | None = None) -> ModelCard:
         landmark_window=info.selecting_window,
         max_selection_tokens=state.options.max_selection_tokens,
         chat_template=state.tokenizer is not None and state.tokenizer.chat_template is not None,
+        images=info.media is not None,
     )
     return ModelCard(
         id=name or state.model_name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 IMAGE, VIDEO = "image", "video"
@@ -55,6 +56,15 @@ class MediaSpec:
         """Embeddings of the largest image or video."""
         pixels = max(self.images.most, self.videos.most // self.frames)
         return pixels // (self.patch * self.merge) ** 2
+
+    def square_sides(self, longest: int) -> list[int]:
+        """Sides of square images from the smallest to the largest, with at most `longest`
+        embeddings, each with four times those of the one before."""
+        factor = self.patch * self.merge
+        least = max(1, math.isqrt(self.images.least) // factor)
+        most = max(least, math.isqrt(min(self.images.most // factor**2, longest)))
+        sides = [least << i for i in range((most // least).bit_length())]
+        return [factor * side for side in dict.fromkeys([*sides, most])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ async function request(path, body, signal) {
   }
 }
 
-/** The served model: {id, pageSize, layers, window, maxModelLen, chat, maxSelection}. */
+/** The served model: {id, pageSize, layers, window, maxModelLen, chat, maxSelection, sees}. */
 export async function model() {
   const { data } = await (await request("v1/models")).json();
   const about = data[0].cairn ?? {};
@@ -78,6 +78,7 @@ export async function model() {
     maxModelLen: data[0].max_model_len ?? Infinity,
     chat: about.chat_template ?? true,
     maxSelection: about.max_selection_tokens ?? 4096,
+    sees: about.images ?? false,
   };
 }
 

@@ -64,26 +64,33 @@ async function connect() {
 }
 
 function send() {
-  if (running || model === null || !(composer.prompt.value || composer.context)) return;
+  const { context, images, mode } = composer;
+  const given = composer.prompt.value || context || images.length;
+  if (running || model === null || !given) return;
+  if (images.length && mode !== "chat") {
+    composer.say("Images go with a chat", true);
+    return;
+  }
   const text = composer.take();
-  const { context, mode } = composer;
+  composer.setImages([]);
   // A chat remembers its context; completions know nothing of each other and keep it in front.
   if (mode === "chat") composer.setContext(null);
-  run({ mode, text, context });
+  run({ mode, text, context, images });
 }
 
 /**
  * Send a request and show its answer.
- * @param order {mode, text, context, fact}; fact is the example's that is asked for
+ * @param order {mode, text, context, images, fact}; fact is the example's that is asked for
  */
 async function run(order) {
-  const { mode, text, context, fact } = order;
+  const { mode, text, context, images = [], fact } = order;
   const prompt = joined(context?.text ?? "", text);
-  const body = requestBody(order, prompt);
+  const content = withImages(prompt.toWellFormed(), images);
+  const body = requestBody(order, content);
   const watched = panel !== null && body.cairn !== undefined;
   const reads = watched ? new Reads(model) : null;
   byId("welcome").hidden = true;
-  if (mode === "chat") conversation.user(text, context);
+  if (mode === "chat") conversation.user(text, context, images);
   const given = mode === "chat" ? null : { text, context };
   const answer = conversation.answer(model.id, reads, given);
   running = new AbortController();
@@ -105,7 +112,7 @@ async function run(order) {
     else answer.fail(error.message);
     composer.say(error.name === "AbortError" ? "Stopped" : "Failed");
     // Nothing was answered: what was written can be sent again.
-    if (!answer.text && !fact) composer.give(text, context);
+    if (!answer.text && !fact) composer.give(text, context, images);
   } finally {
     clearInterval(tick);
     running = null;
@@ -118,12 +125,19 @@ async function run(order) {
     composer.prompt.focus();
   }
   if (mode === "chat" && answer.text) {
-    history.push({ role: "user", content: prompt });
+    history.push({ role: "user", content });
     history.push({ role: "assistant", content: answer.text });
   }
 }
 
-function requestBody({ mode, fact }, prompt) {
+/** A message's content: a text, or parts where there are images. */
+function withImages(text, images) {
+  if (!images.length) return text;
+  const parts = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
+}
+
+function requestBody({ mode, fact }, content) {
   const body = {
     model: model.id,
     stream: true,
@@ -132,12 +146,11 @@ function requestBody({ mode, fact }, prompt) {
     max_tokens: fact ? fact.answer.length : settings.maxTokens,
     temperature: fact ? 0 : settings.temperature,
   };
-  const text = prompt.toWellFormed();
   if (mode === "chat") {
     const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-    body.messages = [...system, ...history, { role: "user", content: text }];
+    body.messages = [...system, ...history, { role: "user", content }];
   } else {
-    body.prompt = text;
+    body.prompt = content;
   }
   if (settings.watch && body.max_tokens <= model.maxSelection) body.cairn = { selection: true };
   return body;

@@ -19,6 +19,16 @@ export function joined(context, text) {
   return context + border + text;
 }
 
+/** A file as a data URL. */
+function dataUrl(file) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => done(reader.result));
+    reader.addEventListener("error", () => failed(new Error("cannot be read")));
+    reader.readAsDataURL(file);
+  });
+}
+
 export class Composer {
   /**
    * @param onSend called when the user sends
@@ -27,6 +37,7 @@ export class Composer {
   constructor(onSend, onContext) {
     this.onContext = onContext;
     this.context = null; // {name, text}
+    this.images = []; // {name, url}, of models that see
     this.model = null;
     this.prompt = byId("prompt");
     this.form = byId("composer");
@@ -41,6 +52,12 @@ export class Composer {
       onSend();
     });
     this.prompt.addEventListener("paste", (event) => {
+      const pictures = [...event.clipboardData.files].filter((file) => this.#isImage(file));
+      if (pictures.length) {
+        event.preventDefault();
+        this.#files(pictures);
+        return;
+      }
       const text = event.clipboardData.getData("text/plain");
       if (text.length <= LONG_PASTE) return;
       event.preventDefault();
@@ -53,6 +70,10 @@ export class Composer {
     byId("context-drop").addEventListener("click", () => {
       this.setContext(null);
       this.onContext();
+      this.prompt.focus();
+    });
+    byId("images-drop").addEventListener("click", () => {
+      this.setImages([]);
       this.prompt.focus();
     });
     for (const radio of this.form.elements.mode) {
@@ -82,9 +103,18 @@ export class Composer {
   }
 
   /** Put back what was taken, unless something new has been written. */
-  give(text, context) {
+  give(text, context, images = []) {
     this.prompt.value ||= text;
     if (context && !this.context) this.setContext(context);
+    if (images.length && !this.images.length) this.setImages(images);
+  }
+
+  /** Show [{name, url}] to the model beside what is written. */
+  setImages(images) {
+    this.images = images;
+    byId("images").hidden = images.length === 0;
+    byId("images-name").textContent = images.map(({ name }) => name).join(", ");
+    byId("images-size").textContent = images.length === 1 ? "image" : `${images.length} images`;
   }
 
   /** Put {name, text} in front of what is written; null takes it away. */
@@ -141,6 +171,12 @@ export class Composer {
     for (const file of files) {
       try {
         if (file.size > LARGEST_FILE) throw new Error("is too large for a prompt");
+        if (this.#isImage(file)) {
+          const image = { name: file.name, url: await dataUrl(file) };
+          this.setImages([...this.images, image]);
+          this.say("");
+          continue;
+        }
         const bytes = await file.arrayBuffer();
         const text = new TextDecoder("utf-8", { fatal: true }).decode(bytes);
         if (text.includes("\0")) throw new Error("is not a text");
@@ -150,6 +186,10 @@ export class Composer {
         this.say(`${file.name} ${reason}`, true);
       }
     }
+  }
+
+  #isImage(file) {
+    return Boolean(this.model?.sees) && file.type.startsWith("image/");
   }
 
   #acceptDrops() {

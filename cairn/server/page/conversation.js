@@ -22,9 +22,11 @@ export class Conversation {
     this.lit = null;
   }
 
-  /** Show what the user sent; `context` is {name, text} or null. */
-  user(text, context) {
+  /** Show what the user sent; `context` is {name, text} or null, `images` are [{name}]. */
+  user(text, context, images = []) {
+    const names = images.map(({ name }) => name).join(", ");
     const body = element("div", "body", shortened(text));
+    if (names) body.prepend(element("span", "muted", `${names}\n`));
     this.#add(element("article", "user", heading("You", context), body));
   }
 

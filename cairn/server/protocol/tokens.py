@@ -108,6 +108,7 @@ class ModelFacts(Struct, frozen=True):
         landmark_window: slots of their local window, 0 without such layers.
         max_selection_tokens: longest output whose selection is reported.
         chat_template: conversations are put in the model's own form, not in a plain one.
+        images: messages may have images.
     """
 
     page_size: int
@@ -116,6 +117,7 @@ class ModelFacts(Struct, frozen=True):
     landmark_window: int
     max_selection_tokens: int
     chat_template: bool
+    images: bool = False
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):
