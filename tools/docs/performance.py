@@ -29,7 +29,14 @@ roofline: how near a time comes to what the machine's memory bandwidth and matri
 the same run, allow. A range is of several runs.
 """
 
-BACKENDS = {"hsa": "landmarks", "dense": "dense", "transformers": "dense, transformers"}
+README_SHAPE = "345m"
+BACKENDS = {
+    "hsa": "landmarks",
+    "dense": "dense",
+    "dsa": "indexer",
+    "compressed": "compressed",
+    "transformers": "dense, transformers",
+}
 
 
 def page() -> str:
@@ -45,8 +52,12 @@ def page() -> str:
 
 
 def readme_table() -> str:
-    """Latency of the newest file of records of a GPU."""
-    found = [group for group in groups({"prefill", "decode"}) if "cuda" in group[0]["devices"][-1]]
+    """Latency of README's shape: the newest file of records of a GPU."""
+    found = [
+        group
+        for group in groups({"prefill", "decode"})
+        if "cuda" in group[0]["devices"][-1] and group[0].get("shape") == README_SHAPE
+    ]
     newest = max(found, key=lambda group: str(group[-1]["date"]))
     return "\n".join(["", *latency(newest), "", f"{_where(newest[0])}, bfloat16.", ""])
 
