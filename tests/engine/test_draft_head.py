@@ -134,12 +134,15 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
     assert built.core.scheduler.cached_prompt_tokens > 0 and seen.count > before + 100
 
 
+@shows("glm_moe_dsa", "speculation")
 @pytest.mark.gpu
-def test_on_a_gpu() -> None:
+@pytest.mark.parametrize("family", ["recurrent", *LATENT])
+def test_on_a_gpu(family: str) -> None:
+    """In graphs where the family has them."""
     prompts = [text(n, length, 140) for n, length in enumerate((3, 70, 130))]
     params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=30) for n in range(3)]
-    wanted = serve(plain("recurrent", device="cuda"), prompts, params)
-    built = drafting("recurrent", device="cuda")
+    wanted = serve(plain(family, device="cuda"), prompts, params)
+    built = drafting(family, device="cuda")
     built.core.scheduler.pace = None
     built.core.scheduler.drafter = drafter = Mixed(Seen(), 0.6)
     for prompt, output in zip(prompts, wanted, strict=True):
@@ -147,6 +150,8 @@ def test_on_a_gpu() -> None:
     found = serve(built, prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
     assert built.core.scheduler.drafts.accepted > 20
+    graphs = built.runner.graphs
+    assert graphs is None or any(kind.guessing for kind in graphs._captured)
 
 
 def draft_logits(built: Built, tokens: list[int], hidden: Tensor) -> Tensor:
