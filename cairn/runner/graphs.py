@@ -47,6 +47,10 @@ many guesses are wanted behind each, then the draws."""
 MOST_GUESSING = 512
 """Slots of the largest graph of steps with guesses: a GPU is busy with more for longer than the
 host takes to queue them."""
+VERIFIES = False
+"""Whether steps with guesses, and those of models with a draft layer, are graphs too. They have run
+on a CPU that plays the GPU; until tests have passed on a GPU, such steps run as other steps with
+prefills do."""
 NO_NUMBERS: Ints = np.zeros(0, dtype=np.int64)
 FLOATS = ("temperature", "top_p", "min_p")
 
@@ -177,6 +181,7 @@ class DecodeGraphs:
 
     Attributes:
         buckets: numbers of slots of graphs.
+        verifies: see VERIFIES.
         pool: memory of all graphs of the device.
     """
 
@@ -194,6 +199,7 @@ class DecodeGraphs:
         guessing = min(MOST_GUESSING, (drafts + 2) * max_rows) if drafts else 0
         self.buckets = buckets_up_to(max(2 * max_rows, guessing))
         self._drafts, self._head = drafts, head
+        self.verifies = VERIFIES
         device = place.rows.device
         # Padding rows have temperature 0: they take their largest logit.
         padding = [len(place.rows.last_token) - 1, 0, place.rows.tables.numel() - 1, 0]
@@ -210,10 +216,12 @@ class DecodeGraphs:
 
     def kinds(self) -> list[Kind]:
         """All that there can be."""
+        if self._head is not None and not self.verifies:
+            return []
         # With guesses to make, a graph chooses the tokens that they follow.
         endings = [e for e in Ending if self._head is None or e is not Ending.LOGITS]
         found = [Kind(n, ending, False) for n in self._decoding for ending in endings]
-        if self._drafts:
+        if self._drafts and self.verifies:
             found += [Kind(n, ending, True) for n in self.buckets for ending in endings]
         return found
 
@@ -238,6 +246,8 @@ class DecodeGraphs:
             int64 that they choose, or the log-probabilities of `lines_of`. `last_token` then holds
             the tokens as well: of several of a row the last that counts.
         """
+        if not self.verifies and (given is not None or self._head is not None):
+            return None
         slots, entries = self.place.rows.slots, len(decode.row)
         closed = decode.count_full(slots.tokens_per_page)
         needed = entries + closed if slots.landmarks else entries

@@ -226,7 +226,11 @@ def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
         free.append(_free(device))
     prefill, small, drawn, reported, one = (max(0, a - b) for a, b in itertools.pairwise(free))
     return (
-        prefill + small * len(kinds) // SMALL + drawn + reported + one * (len(decoding.kinds()) - 2)
+        prefill
+        + small * len(kinds) // SMALL
+        + drawn
+        + reported
+        + one * max(0, len(decoding.kinds()) - 2)
     )
 
 

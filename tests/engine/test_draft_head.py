@@ -16,6 +16,7 @@ from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from cairn.engine.planned_step import Limits
 from cairn.engine.request import Request
+from cairn.runner import graphs
 from tests.engine.fakes import FakeDrafter, all_pages_back
 from tests.engine.harness import Lease, occupy, poison, text
 from tests.engine.test_families import build, prompts_of
@@ -136,9 +137,11 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
 
 @shows("glm_moe_dsa", "speculation")
 @pytest.mark.gpu
+@pytest.mark.parametrize("verifies", [False, True])
 @pytest.mark.parametrize("family", ["recurrent", *LATENT])
-def test_on_a_gpu(family: str) -> None:
+def test_on_a_gpu(family: str, verifies: bool, monkeypatch) -> None:
     """In graphs where the family has them."""
+    monkeypatch.setattr(graphs, "VERIFIES", verifies)
     prompts = [text(n, length, 140) for n, length in enumerate((3, 70, 130))]
     params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=30) for n in range(3)]
     wanted = serve(plain(family, device="cuda"), prompts, params)
@@ -150,8 +153,9 @@ def test_on_a_gpu(family: str) -> None:
     found = serve(built, prompts, params)
     assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
     assert built.core.scheduler.drafts.accepted > 20
-    graphs = built.runner.graphs
-    assert graphs is None or any(kind.guessing for kind in graphs._captured)
+    decoding = built.runner.graphs
+    if decoding is not None:
+        assert any(kind.guessing for kind in decoding._captured) == verifies
 
 
 def draft_logits(built: Built, tokens: list[int], hidden: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ def in_graphs(built: Built, drafts: int, overlap: bool) -> Built:
     shape = replace(before.shape, drafts=drafts)
     runner = Runner(before.model, built.spec.mixers, pools, shape, torch.device("cpu"))
     assert runner.graphs is not None
+    runner.graphs.verifies = True
     runner.prefill_graphs, built.core.executor = None, InProcessExecutor(runner)
     built.core.overlap, built.core.scheduler.pace = overlap, None
     return replace(built, runner=runner)
