@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cairn.bench.roofline import Roofline
     from cairn.bench.session import Subject
 
-KINDS = ("hsa", "dense", "dsa")
+KINDS = ("hsa", "dense", "dsa", "compressed")
 
 shape_option = click.option(
     "--shape",
