@@ -153,6 +153,22 @@ def test_a_call_that_was_cut_off(name: str) -> None:
     assert read(name, list(cut), complete=False) == [made]
 
 
+@pytest.mark.parametrize("name", NAMED)
+def test_long_calls_in_one_piece(name: str) -> None:
+    text = "".join(SAMPLES[name]).replace("<b>", "word " * 200)
+    whole = read(name, [text])
+    assert [one[0] for one in whole] == ["open", "now"]
+    assert read(name, list(text)) == whole
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_signs_that_begin_nothing(name: str) -> None:
+    sign = FORMS[name].opening or "["
+    text = f"{sign} {sign}" + " word" * 100 + sign
+    assert "".join(map(str, read(name, [text]))) == text
+    assert "".join(map(str, read(name, list(text)))) == text
+
+
 def test_values_of_plain_text() -> None:
     kinds = {key: kinds_of(FILE, key) for key in ("path", "lines", "mode", "tags", "other")}
     assert kinds["path"] == {"string"} and kinds["lines"] == {"integer", "null"}

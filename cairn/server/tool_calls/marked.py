@@ -95,8 +95,10 @@ class Marked(Reader):
     def _at_head(self, rest: str) -> Steps:
         head = self._signs.head.match(rest[:LONGEST_HEAD])
         if head is None:
+            if (yield from self._other_head(rest)):
+                return True
             if len(rest) < LONGEST_HEAD:
-                return (yield from self._other_head(rest))
+                return False
             yield from self._no_call()
             return True
         if not self._may_call(head[1]):
@@ -181,10 +183,9 @@ class Named(Marked):
         return True
 
     def _other_head(self, rest: str) -> Steps:
-        begun = rest.lstrip(SPACE)
-        if begun[:1] not in ("[", "{"):
+        if rest.lstrip(SPACE)[:1] not in ("[", "{"):
             return False
-        self._held, self._step = begun, self._in_list
+        self._held, self._step = rest, self._in_list
         self._list = JsonEnd(depth=0)
         yield from ()
         return True
