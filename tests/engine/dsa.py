@@ -10,13 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cairn import ops
 from cairn.attention.mla import MlaBackend
 from cairn.engine.build import Built
+from cairn.models.registry import load_spec
 from tests.engine.harness import engine, text
+from tests.specs import declared
 
 GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "dsa"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
@@ -59,8 +61,9 @@ FORMATS = ("auto", "fp8_ds")
 
 
 def made(folder: Path, family: str, **options: Any) -> Built:
-    """An engine with random weights, without experts."""
-    (folder / "config.json").write_text(json.dumps(BLOCK | FAMILIES[family]), encoding="utf-8")
+    """An engine with random weights, which are a device's own, or those of the folder."""
+    if options.get("load_format") != "auto":
+        (folder / "config.json").write_text(json.dumps(BLOCK | FAMILIES[family]), encoding="utf-8")
     given = {
         "load_format": "random",
         "device": "cuda",
@@ -70,6 +73,18 @@ def made(folder: Path, family: str, **options: Any) -> Built:
         "kv_cache_memory": "32MiB",
     }
     return engine(str(folder), **given | options)
+
+
+def store(folder: Path, config: dict[str, Any]) -> None:
+    """A model folder with random weights, the same for every device."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for name, stored in declared(load_spec(folder)).items():
+        noise = torch.randn(stored.shape, generator=generator)
+        matrix = stored.shape[-1] ** -0.5 * noise
+        tensors[name] = 1 + 0.1 * noise if "norm.weight" in name else matrix
+    save_file(tensors, folder / "model.safetensors")
 
 
 def prompts_of(seed: int) -> list[list[int]]:
