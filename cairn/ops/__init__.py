@@ -245,6 +245,7 @@ from cairn.ops.top_k import (
     fast_topk_v2,
 )
 from cairn.ops.weight_only.awq import awq_dequantize, awq_gemm
+from cairn.ops.weight_only.experts_packed import experts_packed
 from cairn.ops.weight_only.gptq import gptq_gemm, gptq_shuffle
 from cairn.ops.weight_only.linear_packed import dequantize_packed, linear_packed
 from cairn.ops.weight_only.marlin import gptq_marlin_gemm, moe_wna16_marlin_gemm
@@ -309,6 +310,7 @@ __all__ = [
     "es_fp8_blockwise_scaled_grouped_mm",
     "es_sm100_mxfp8_blockscaled_grouped_mm",
     "es_sm100_mxfp8_blockscaled_grouped_quant",
+    "experts_packed",
     "fast_topk",
     "fast_topk_transform_fused",
     "fast_topk_transform_ragged_fused",

@@ -18,6 +18,7 @@ from cairn.models.registry import load_spec
 from tests.engine.harness import difference, greedy, run
 from tests.models.quantised import DENSE, MOE, save
 from tests.specs import declared
+from tests.support import shows
 
 gguf = pytest.importorskip("gguf")
 
@@ -123,6 +124,7 @@ def logits(path: Path) -> np.ndarray:
     return got.prompt_logprobs
 
 
+@shows("llama qwen2", "quantised weights")
 @pytest.mark.parametrize("model", MODELS)
 def test_logits_are_those_of_the_folder(model: str, tmp_path: Path) -> None:
     architecture, config = MODELS[model]

@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from cairn.config import EngineOptions
 from cairn.engine.build import build
 from cairn.errors import BadConfig, BadModel
-from cairn.layers.schemes.base import PlainScheme
+from cairn.layers.schemes.base import Chosen, PlainScheme
 from cairn.layers.schemes.stored import CodesScheme, PackedScheme
 from cairn.models.registry import load_model, load_spec
 from tests.engine.harness import difference, greedy, run
 from tests.models.quantised import DENSE, FORMATS, MOE, folders
+from tests.support import shows
 
 PACKED = ("gptq 4", "gptq 8", "gptq v2", "awq", "w4a16", "w8a16", "w4a16 zeros")
 CODES = ("w8a8 int8", "w8a8 fp8", "w8a8 fp8 of a matrix", "fp8")
@@ -33,6 +34,7 @@ def logits(folder: Path, **options: Any) -> np.ndarray:
     return got.prompt_logprobs
 
 
+@shows("qwen3", "quantised weights")
 @pytest.mark.parametrize("form", FORMATS)
 def test_dense_as_the_dequantised_model(form: str, tmp_path: Path) -> None:
     stored, plain = folders(tmp_path, DENSE, form)
@@ -43,14 +45,16 @@ def test_dense_as_the_dequantised_model(form: str, tmp_path: Path) -> None:
     assert difference(logits(stored), logits(plain)) < 1e-4
 
 
+@shows("qwen3_moe", "quantised weights")
 @pytest.mark.parametrize("form", ["gptq 4", "awq", "w4a16", "w8a8 int8", "w8a8 fp8", "nvfp4"])
 def test_experts_as_of_the_dequantised_model(form: str, tmp_path: Path) -> None:
     stored, plain = folders(tmp_path, MOE, form)
     assert difference(logits(stored), logits(plain)) < 1e-4
 
 
-def test_fp8_on_load_rounds_every_matrix(tmp_path: Path) -> None:
-    _, plain = folders(tmp_path, DENSE, "awq")
+@pytest.mark.parametrize("config", [DENSE, MOE], ids=["dense", "experts"])
+def test_fp8_on_load_rounds_every_matrix(config: dict[str, Any], tmp_path: Path) -> None:
+    _, plain = folders(tmp_path, config, "awq")
     got, exact = logits(plain, quantization="fp8"), logits(plain)
     assert 1e-4 < difference(got, exact) < 1.0
     rounded = {}
@@ -114,3 +118,17 @@ def test_a_folder_may_have_gptqs_own_file_too(tmp_path: Path) -> None:
     stored, _ = folders(tmp_path, DENSE, "gptq 4")
     (stored / "quantize_config.json").write_text(json.dumps({"bits": 4}))
     assert load_spec(stored).quantization is not None
+
+
+@pytest.mark.parametrize("form", ["gptq 4", "w8a8 int8", "w8a8 fp8"])
+def test_packed_experts_give_what_dequantised_ones_give(form: str, tmp_path: Path) -> None:
+    """What a GPU runs."""
+    stored, _ = folders(tmp_path, MOE, form)
+    model = load_model(stored, load_spec(stored), "float32", "cpu")
+    ffn = model.layers[0].ffn
+    scheme, x = ffn.gate_up.scheme, torch.randn(5, 64)
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]], dtype=torch.int32)
+    chosen = Chosen(torch.rand(5, 2), ids)
+    wanted = scheme.experts(ffn.gate_up, ffn.down, x, chosen)
+    got = scheme.packed_experts(ffn.gate_up, ffn.down, x, chosen)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

@@ -73,12 +73,12 @@ class OfCheckpoint:
         name = f"{self.path}.0" if experts else self.path
         stored = self.format.stored
         if any(self.spec.is_plain(f"{name}.{part.name}") for part in parts):
-            return DequantisedScheme(self.spec, self.path)
+            return UnpackedScheme(self.spec, self.path)
         if isinstance(self.format, Integers):
             if stored.bits in PACKED_BITS and not stored.ordered:
                 return PackedScheme(self.spec, self.path)
         elif isinstance(self.format, Codes) and not stored.group and not stored.zeros:
-            return CodesScheme(self.spec, self.path)
+            return (PackedCodesScheme if experts else CodesScheme)(self.spec, self.path)
         return DequantisedScheme(self.spec, self.path)
 
 
@@ -132,19 +132,15 @@ class KeptScheme(OfCheckpoint, Scheme):
     """Parameters of a map hold codes. What a device has no product for is dequantised first."""
 
     @abstractmethod
-    def dequantised(self, linear: Linear, dtype: torch.dtype) -> Tensor:
-        """The matrix [out, in], rounded once."""
-
-    @abstractmethod
-    def dequantised_experts(
-        self, linear: ExpertLinear, hit: Tensor | None, dtype: torch.dtype
+    def dequantised(
+        self, linear: Linear | ExpertLinear, hit: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """Matrices [n, out, in] of some experts, or of all."""
+        """The matrix [out, in], or those [n, out, in] of some experts, or of all, rounded once."""
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """With the dequantised matrix."""
         x = normed(x, norm)
-        return biased(ops.linear(x, self.dequantised(linear, x.dtype)), linear.bias)
+        return biased(ops.linear(x, self.dequantised(linear, None, x.dtype)), linear.bias)
 
     def experts(
         self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
@@ -155,8 +151,8 @@ class KeptScheme(OfCheckpoint, Scheme):
         if not x.is_cuda:
             hit, ids = chosen.ids.long().unique(return_inverse=True)
             chosen = chosen._replace(ids=ids)
-        first = self.dequantised_experts(gate_up, hit, x.dtype)
-        second = self.dequantised_experts(down, hit, x.dtype)
+        first = self.dequantised(gate_up, hit, x.dtype)
+        second = self.dequantised(down, hit, x.dtype)
         weights, ids, limit = chosen
         return ops.fused_experts(x, first, second, weights, ids, swiglu_limit=limit)
 
@@ -164,17 +160,34 @@ class KeptScheme(OfCheckpoint, Scheme):
 class PackedScheme(KeptScheme):
     """Integers of 4 or 8 bits in words, with scales and zero points of groups."""
 
-    @property
-    def _integers(self) -> Integers:
-        assert isinstance(self.format, Integers)
-        return self.format
+    bits: int
+    e4m3 = False
+    """Codes are numbers."""
+
+    def __init__(self, spec: QuantizationSpec, path: str = "") -> None:
+        super().__init__(spec, path)
+        self.bits = self.format.stored.bits
+
+    def codes(self, stored: Tensor) -> Tensor:
+        """[rows, columns], 0 .. 2^bits - 1, of what is stored."""
+        return cast(Integers, self.format).codes(stored)
+
+    def scales(self, stored: Tensor, rows: int) -> Tensor:
+        """[G, rows] float32 of what is stored."""
+        return cast(Integers, self.format).scales(stored)
+
+    def groups(self, columns: int) -> int:
+        """G."""
+        return cast(Integers, self.format).groups(columns)
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         """`words` [W, out], `scale` [G, out] float32 and perhaps `zero` [G, out] int16, or the same
         by expert."""
         lead, rows = leading(linear), linear.out_features
-        groups = self._integers.groups(linear.in_features)
-        words = layout.words_of(linear.in_features, self.format.stored.bits)
+        groups, words = (
+            self.groups(linear.in_features),
+            layout.words_of(linear.in_features, self.bits),
+        )
         linear.words = _parameter((*lead, words, rows), torch.int32)
         linear.scale = _parameter((*lead, groups, rows), torch.float32)
         if self.format.stored.zeros:
@@ -184,66 +197,107 @@ class PackedScheme(KeptScheme):
         self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
     ) -> list[Weight]:
         """Codes, scales and zero points of each part."""
-        form, bits = self._integers, self.format.stored.bits
         found, start = [], 0
-        for name, size, order in linear.parts:
-            columns = slice(start, start + size)
+        for part in linear.parts:
+            columns = slice(start, start + part.size)
             at: Index = (slice(None), columns) if expert is None else (expert, slice(None), columns)
-            first = source.name(f"{name}.")
-            codes, scale, *rest = form.tensors(first, size, linear.in_features)
-
-            def to_words(stored: Tensor, order: Tensor | None = order) -> Tensor:
-                own = form.codes(stored)
-                return layout.to_words(own if order is None else reordered(own, order), bits)
-
-            def ordered(stored: Tensor, order: Tensor | None = order) -> Tensor:
-                return stored if order is None else stored.index_select(1, order.to(stored.device))
-
-            found.append(replace(codes, parameter=linear.words, at=at, transform=to_words))
-            scales = checked(scale.source, lambda x, ordered=ordered: ordered(form.scales(x)))
-            found.append(
-                replace(scale, parameter=linear.scale, at=at, transform=scales, draw="one")
-            )
-            if form.stored.zeros:
-
-                def zeros(stored: Tensor, ordered: Callable[[Tensor], Tensor] = ordered) -> Tensor:
-                    return ordered(form.zeros(stored))
-
-                found.append(
-                    replace(rest[0], parameter=linear.zero, at=at, transform=zeros, draw="one")
-                )
-            found += form.ignored(first)
-            start += size
+            found += self._part(linear, part, source.name(f"{part.name}."), at)
+            start += part.size
         return found
+
+    def _part(
+        self, linear: Linear | ExpertLinear, part: Rows, first: str, at: Index
+    ) -> list[Weight]:
+        size, order = part.size, part.order
+        codes, scale, *rest = self.format.tensors(first, size, linear.in_features)
+
+        def to_words(stored: Tensor) -> Tensor:
+            own = self.codes(stored)
+            return layout.to_words(own if order is None else reordered(own, order), self.bits)
+
+        def ordered(values: Tensor) -> Tensor:
+            return values if order is None else values.index_select(1, order.to(values.device))
+
+        scales = checked(scale.source, lambda stored: ordered(self.scales(stored, size)))
+        found = [
+            replace(codes, parameter=linear.words, at=at, transform=to_words),
+            replace(scale, parameter=linear.scale, at=at, transform=scales, draw="one"),
+        ]
+        if self.format.stored.zeros:
+            form = cast(Integers, self.format)
+            found.append(
+                replace(
+                    rest[0],
+                    parameter=linear.zero,
+                    at=at,
+                    transform=lambda stored: ordered(form.zeros(stored)),
+                    draw="one",
+                )
+            )
+        return found + self.format.ignored(first)
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """With the words as they are."""
         x = normed(x, norm)
         rows = x.reshape(-1, linear.in_features)
-        given = (linear.words, linear.scale, getattr(linear, "zero", None))
-        y = ops.linear_packed(rows, *given, self.format.stored.bits)
+        zero: Tensor | None = getattr(linear, "zero", None)
+        y = ops.linear_packed(rows, linear.words, linear.scale, zero, self.bits)
         return biased(y.view(*x.shape[:-1], linear.out_features), linear.bias)
 
-    def dequantised(self, linear: Linear, dtype: torch.dtype) -> Tensor:
-        """See the base."""
-        return self._values(linear, None, dtype)
-
-    def dequantised_experts(
-        self, linear: ExpertLinear, hit: Tensor | None, dtype: torch.dtype
+    def experts(
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
     ) -> Tensor:
-        """See the base."""
-        return self._values(linear, hit, dtype)
+        """With the words as they are on a GPU; elsewhere chosen experts are dequantised."""
+        if not x.is_cuda or chosen.limit:
+            return super().experts(gate_up, down, x, chosen)
+        return self.packed_experts(gate_up, down, x, chosen)
 
-    def _values(
+    def packed_experts(
+        self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
+    ) -> Tensor:
+        """Both products of every place, and the weighted sum."""
+        weights, ids, _ = chosen
+        gated = ops.silu_and_mul(self._of_experts(gate_up, x, ids, ids.shape[1]))
+        y = self._of_experts(down, gated, ids, 1).view(*ids.shape, -1)
+        return (y.float() * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+    def _of_experts(self, linear: ExpertLinear, x: Tensor, chosen: Tensor, share: int) -> Tensor:
+        zero: Tensor | None = getattr(linear, "zero", None)
+        given = (linear.words, linear.scale, zero, self.bits)
+        return ops.experts_packed(x, *given, chosen, share, self.e4m3)
+
+    def dequantised(
         self, linear: Linear | ExpertLinear, hit: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
+        """See the base."""
         words: Tensor = linear.words
         scale: Tensor = linear.scale
         zero: Tensor | None = getattr(linear, "zero", None)
         if hit is not None:
             words, scale, zero = words[hit], scale[hit], None if zero is None else zero[hit]
-        bits = self.format.stored.bits
-        return ops.dequantize_packed(words, scale, zero, bits, linear.in_features, dtype)
+        given = (words, scale, zero, self.bits, linear.in_features)
+        return ops.dequantize_packed(*given, dtype, self.e4m3)
+
+
+class PackedCodesScheme(PackedScheme):
+    """Codes of 8 bits with a scale for each row, of experts: in words, as integers of 8 bits are,
+    for products of few tokens with each expert."""
+
+    def __init__(self, spec: QuantizationSpec, path: str = "") -> None:
+        super().__init__(spec, path)
+        self.bits, self.e4m3 = 8, self.format.stored.layout == "fp8"
+
+    def codes(self, stored: Tensor) -> Tensor:
+        """Integers plus 128, or the bytes of e4m3."""
+        return stored.view(torch.uint8).int() if self.e4m3 else stored.int() + 128
+
+    def scales(self, stored: Tensor, rows: int) -> Tensor:
+        """[1, rows]."""
+        return cast(Codes, self.format).by_column(stored, rows, 1).t()
+
+    def groups(self, columns: int) -> int:
+        """One."""
+        return 1
 
 
 class CodesScheme(KeptScheme):
@@ -284,7 +338,7 @@ class CodesScheme(KeptScheme):
         in x's dtype."""
         x = normed(x, norm)
         if not advice.multiplies_codes(x, linear.weight.dtype):
-            return biased(ops.linear(x, self.dequantised(linear, x.dtype)), linear.bias)
+            return biased(ops.linear(x, self.dequantised(linear, None, x.dtype)), linear.bias)
         rows = x.reshape(-1, linear.in_features)
         if linear.weight.dtype == torch.int8:
             codes, scale = ops.per_token_quant_int8(rows)
@@ -297,12 +351,8 @@ class CodesScheme(KeptScheme):
         y = multiply(codes, linear.weight.t(), scale, linear.scale, x.dtype, linear.bias)
         return y.view(*x.shape[:-1], linear.out_features)
 
-    def dequantised(self, linear: Linear, dtype: torch.dtype) -> Tensor:
-        """See the base."""
-        return (linear.weight.float() * linear.scale).to(dtype)
-
-    def dequantised_experts(
-        self, linear: ExpertLinear, hit: Tensor | None, dtype: torch.dtype
+    def dequantised(
+        self, linear: Linear | ExpertLinear, hit: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
         """See the base."""
         weight: Tensor = linear.weight
@@ -320,8 +370,8 @@ class OnLoadScheme(CodesScheme):
         return self
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
-        """All maps are quantised."""
-        return self
+        """All maps are quantised; those of experts are kept in words."""
+        return PackedOnLoadScheme(self.spec) if experts else self
 
     @property
     def unpacked(self) -> Scheme:
@@ -346,9 +396,38 @@ class OnLoadScheme(CodesScheme):
         return _quantising(Weight(source.name(linear.fused), shape, None), linear, ..., None)
 
 
+class PackedOnLoadScheme(PackedCodesScheme):
+    """The same of experts, in words."""
+
+    def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
+        """Itself."""
+        return self
+
+    def weights(
+        self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
+    ) -> list[Weight]:
+        """Every stored matrix twice: its words, and its scales."""
+        found, start = [], 0
+        for name, size, order in linear.parts:
+            plain = Weight(source.name(f"{name}.weight"), (size, linear.in_features), None)
+            columns = slice(start, start + size)
+            at: Index = (slice(None), columns) if expert is None else (expert, slice(None), columns)
+            found += _in_words(_quantising(plain, linear, at, order), linear)
+            start += size
+        return found
+
+    def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
+        """The same of one tensor for all experts."""
+        shape = linear.experts, linear.out_features, linear.in_features
+        plain = Weight(source.name(linear.fused), shape, None)
+        return _in_words(_quantising(plain, linear, ..., None), linear)
+
+
 def _quantising(
     plain: Weight, linear: Linear | ExpertLinear, at: Index, order: Tensor | None
 ) -> list[Weight]:
+    """What fills `weight` [.., out, in] and `scale` [.., out, 1] from a plain matrix."""
+
     def rows_of(stored: Tensor) -> Tensor:
         return stored.float() if order is None else reordered(stored.float(), order)
 
@@ -359,8 +438,27 @@ def _quantising(
         scaled = rows_of(stored) / scale_of(stored)
         return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
-    codes = replace(plain, parameter=linear.weight, at=at, transform=codes_of)
+    weight = getattr(linear, "weight", None)
+    codes = replace(plain, parameter=weight, at=at, transform=codes_of)
     return [codes, replace(plain, parameter=linear.scale, at=at, transform=scale_of, draw="one")]
+
+
+def _in_words(quantising: list[Weight], linear: Linear | ExpertLinear) -> list[Weight]:
+    """The same for `words` [.., W, out] and `scale` [.., 1, out]."""
+    codes, scale = quantising
+    codes_of, scale_of = codes.transform, scale.transform
+    assert codes_of is not None and scale_of is not None
+
+    def words(stored: Tensor) -> Tensor:
+        return layout.to_words(codes_of(stored).view(torch.uint8).int(), 8)
+
+    def across(stored: Tensor) -> Tensor:
+        return scale_of(stored).transpose(-1, -2)
+
+    return [
+        replace(codes, parameter=linear.words, transform=words),
+        replace(scale, transform=across),
+    ]
 
 
 def _taken(codes: Tensor, hit: Tensor) -> Tensor:

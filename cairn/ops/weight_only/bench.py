@@ -8,6 +8,7 @@ from torch import Tensor
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.weight_only import layout
 from cairn.ops.weight_only.awq import awq_dequantize, awq_gemm
+from cairn.ops.weight_only.experts_packed import experts_packed
 from cairn.ops.weight_only.gptq import gptq_gemm, gptq_shuffle
 from cairn.ops.weight_only.linear_packed import dequantize_packed, linear_packed
 from cairn.ops.weight_only.marlin import marlin_gemm, moe_marlin_gemm
@@ -163,3 +164,19 @@ def _(draw: Draw) -> Points:
         least = moved(words, scale) + numbers * width * draw.dtype.itemsize
         given = draw.args(words, scale, None, 4, width, draw.dtype)
         yield Point(f"{numbers} x {width}", given, least)
+
+
+@experts_packed.bench
+def _(draw: Draw) -> Points:
+    experts, numbers, width = (128, 1536, 2048) if draw.sizes == "full" else (3, 24, 128)
+    words = _words(draw, experts, layout.words_of(width, 4), numbers)
+    scale = draw.rand(experts, width // 128, numbers)
+    for tokens in (1, 16, 64, 4096) if draw.sizes == "full" else (1, 5):
+        topk = 8 if draw.sizes == "full" else 2
+        x = draw.randn(tokens, width)
+        ids = draw.rand(tokens, experts).argsort(dim=1)[:, :topk].int()
+        hit = int(ids.unique().numel())
+        least = hit * moved(words[0], scale[0]) + moved(x) + ids.numel() * numbers * 2
+        given = draw.args(x, words, scale, None, 4, ids, topk)
+        size = f"{tokens} x {width} x {numbers}, {topk} of {experts}"
+        yield Point(size, given, least, 2.0 * ids.numel() * numbers * width)

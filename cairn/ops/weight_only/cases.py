@@ -9,6 +9,7 @@ from cairn.ops.quantization.codes import E4M3
 from cairn.ops.testing import Cases, Make
 from cairn.ops.weight_only import layout
 from cairn.ops.weight_only.awq import awq_dequantize, awq_gemm
+from cairn.ops.weight_only.experts_packed import experts_packed
 from cairn.ops.weight_only.gptq import BITS, gptq_gemm, gptq_shuffle
 from cairn.ops.weight_only.linear_packed import dequantize_packed, linear_packed
 from cairn.ops.weight_only.marlin import marlin_gemm, moe_marlin_gemm
@@ -188,5 +189,23 @@ def _(make: Make) -> Cases:
         words, scale, zero = _packed(make, bits, width, numbers, groups)
         yield make.args(words, scale, zero, bits, width)
         yield make.args(words, scale, None, bits, width, torch.bfloat16)
+        if bits == 8:
+            finite = words & 0x3F3F3F3F
+            yield make.args(finite, scale, None, bits, width, torch.float32, True)
     both = [torch.stack((x, x.flip(0))) for x in (words, scale, zero)]
     yield make.args(*both, bits, width)
+
+
+@experts_packed.cases
+def _(make: Make) -> Cases:
+    for bits, width, numbers, groups in PACKED:
+        parts = [_packed(make, bits, width, numbers, groups) for _ in range(3)]
+        words, scale, zero = (torch.stack(x) for x in zip(*parts, strict=True))
+        for dtype, tokens, topk in ((torch.float32, 3, 2), (torch.bfloat16, 40, 2)):
+            ids = make.randint(-1, 3, tokens, topk, dtype=torch.int32)
+            x = make.randn(tokens, width, dtype=dtype)
+            yield make.args(x, words, scale, zero, bits, ids, topk)
+            many = make.randn(tokens * topk, width, dtype=dtype)
+            own = words & 0x3F3F3F3F if bits == 8 else words
+            yield make.args(many, own, scale, None, bits, ids.long(), 1, bits == 8)
+    yield make.args(x[:0], words, scale, zero, bits, ids[:0], topk)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops.quantization.codes import E4M3
 from cairn.ops.weight_only import packing
 from cairn.ops.weight_only.packing import WORD
 
@@ -44,13 +45,23 @@ def from_words(words: Tensor, bits: int, width: int) -> Tensor:
     return tiles.flatten(-3)[..., :width]
 
 
-def dequantised(words: Tensor, scale: Tensor, zero: Tensor | None, bits: int, width: int) -> Tensor:
-    """float32 [.., N, K] of words [.., W, N], scales [.., G, N] and zero points [.., G, N]; without
-    those 2^(bits - 1)."""
+def dequantised(
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bits: int,
+    width: int,
+    e4m3: bool = False,
+) -> Tensor:
+    """float32 [.., N, K] of words [.., W, N], scales [.., G, N] and zero points [.., G, N], without
+    those 2^(bits - 1); codes of 8 bits may be e4m3, which have none."""
     groups = scale.shape[-2]
     at = packing.group_of(width, groups, None, words.device)
     codes = from_words(words, bits, width)
+    factor = scale.index_select(-2, at).transpose(-1, -2)
+    if e4m3:
+        return codes.to(torch.uint8).view(E4M3).float() * factor
     middle: Tensor | int = 1 << bits - 1
     if zero is not None:
         middle = zero.int().index_select(-2, at).transpose(-1, -2)
-    return (codes - middle).float() * scale.index_select(-2, at).transpose(-1, -2)
+    return (codes - middle).float() * factor

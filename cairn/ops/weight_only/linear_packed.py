@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ def dequantize_packed(
     bits: int,
     width: int,
     dtype: torch.dtype = torch.float32,
+    e4m3: bool = False,
 ) -> Tensor:
     """(code - zero) * scale of each group of numbers of a row, in float32, rounded once.
 
@@ -35,12 +38,13 @@ def dequantize_packed(
         bits: 4 or 8.
         width: K.
         dtype: of the result: float32, bfloat16 or float16.
+        e4m3: codes of 8 bits are numbers; there are no zero points.
     Returns:
         [.., N, K].
     Raises:
         BadArgument: for another shape, dtype or device.
     """
-    return layout.dequantised(words, scale, zero, bits, width).to(dtype)
+    return layout.dequantised(words, scale, zero, bits, width, e4m3).to(dtype)
 
 
 @op
@@ -64,7 +68,8 @@ def linear_packed(
     return torch.nn.functional.linear(input.float(), weight).to(input.dtype)
 
 
-def _check(name: str, call: Call, width: int, like: Tensor) -> None:
+def check_packed(name: str, call: Call, width: int, like: Tensor) -> None:
+    """Raise BadArgument unless words, scales and zero points of a call fit rows of K numbers."""
     if call.bits not in BITS:
         refuse(name, "bits", f"is {call.bits}, not 4 or 8")
     if width < 1:
@@ -86,7 +91,9 @@ def _check(name: str, call: Call, width: int, like: Tensor) -> None:
 def _(call: Call) -> None:
     name = "dequantize_packed"
     expect(name, "words", call.words)
-    _check(name, call, call.width, call.words)
+    check_packed(name, call, call.width, call.words)
+    if call.e4m3 and (call.bits != 8 or call.zero is not None):
+        refuse(name, "e4m3", f"is true for {call.bits} bits, or with zero points")
     if call.dtype not in FLOATS:
         refuse(name, "dtype", f"is {call.dtype}, not float32, bfloat16 or float16")
 
@@ -96,7 +103,7 @@ def _(call: Call) -> None:
     name = "linear_packed"
     expect(name, "input", call.input, 2, FLOATS)
     expect(name, "words", call.words, 2)
-    _check(name, call, call.input.shape[1], call.input)
+    check_packed(name, call, call.input.shape[1], call.input)
 
 
 def _packed(call: Call, width: int) -> Packed:
@@ -112,7 +119,8 @@ def _packed(call: Call, width: int) -> Packed:
 def _(call: Call) -> Tensor:
     *lead, _, numbers = call.words.shape
     out = gpu.empty((*lead, numbers, call.width), call.dtype, call.words.device)
-    return packed_launch.dequantize(_packed(call, call.width), out)
+    weight = replace(_packed(call, call.width), e4m3=call.e4m3)
+    return packed_launch.dequantize(weight, out)
 
 
 @linear_packed.implementation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
+from cairn.ops.moe.kernels.experts import rows_of
 from cairn.ops.pdl import await_previous
 
 UNIT = tl.constexpr(16) if tl is not None else 16
@@ -10,17 +11,24 @@ UNIT = tl.constexpr(16) if tl is not None else 16
 
 
 @triton.jit
-def codes_of(words, shift, BITS: tl.constexpr):
-    """The codes of BITS bits from a bit on, as float32."""
-    return ((words >> shift) & ((1 << BITS) - 1)).to(tl.float32)
+def codes_of(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr):
+    """The codes of BITS bits from a bit on, or (E4M3) the numbers that they are, float32."""
+    code = (words >> shift) & ((1 << BITS) - 1)
+    if E4M3:
+        number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        number = code.to(tl.float32)
+    return number
 
 
 @triton.jit
-def codes_as(words, shift, BITS: tl.constexpr, dtype: tl.constexpr):
-    """The codes of BITS bits from a bit on, plus OFFSET: in 16 bits they
-    are put below the exponent of a number whose last bit is worth 1, which takes no conversion."""
+def codes_as(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr, dtype: tl.constexpr):
+    """The same in a dtype, plus OFFSET: in 16 bits integers are put below the exponent of a number
+    whose last bit is worth 1, which takes no conversion."""
     code = (words >> shift) & ((1 << BITS) - 1)
-    if dtype == tl.float16:
+    if E4M3:
+        number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    elif dtype == tl.float16:
         number = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     elif dtype == tl.bfloat16 and BITS == 4:
         number = (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -37,57 +45,41 @@ def rows_at(own, first, inside, width):
 
 
 @triton.jit
-def zeros_at(zero, group, number, groups, inside, zero_stride, BITS: tl.constexpr):
+def zeros_at(zero, group, number, inside, numbers, MIDDLE: tl.constexpr):
     """Zero points [BN] of a group, float32."""
     if zero is None:
-        found = tl.full(number.shape, 1 << (BITS - 1), tl.float32)
+        found = tl.full(number.shape, MIDDLE, tl.float32)
     else:
-        stored = tl.load(zero + group * zero_stride + number, mask=inside, other=0)
+        stored = tl.load(zero + group * numbers + number, mask=inside, other=0)
         found = stored.to(tl.float32)
     return found
 
 
-@triton.jit(early=(), do_not_specialize=["tokens"])
-def linear_packed_kernel(
-    x, words, scale, zero, out, tokens, width, numbers, groups, x_stride, out_stride, split,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    OFFSET: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def packed_sum(
+    own, inside, words, scale, zero, number, there, begin, end, width, numbers, groups,
+    BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, numbers] = x [tokens, width] times the weight, or with several programs along
-    the second axis of the grid the part of each over its `split` blocks: out [parts, tokens,
-    numbers].
-
-    Args:
-        words: [W, numbers]; scale, zero: [groups, numbers], zero None: 2^(BITS - 1).
-        GROUP: numbers of a group, a multiple of 16; 0: there is one group.
-        OFFSET: what `codes_as` adds to codes for x's dtype.
-        PDL: as in `await_previous`.
-    """
-    await_previous(PDL)
+    """Products [BM, BN] of rows at addresses `own` [BM, 1] with columns `number` of the weight in
+    blocks of words begin .. end - 1; see `linear_packed_kernel`."""
     COUNT: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = 16 * COUNT
-    dtype: tl.constexpr = x.dtype.element_ty
-    number = tl.program_id(0) * BN + tl.arange(0, BN)
-    there = number < numbers
-    token = tl.arange(0, BM)
-    inside = token < tokens
+    dtype: tl.constexpr = own.dtype.element_ty
     line = tl.arange(0, UNIT)
-    own = x + token.to(tl.int64)[:, None] * x_stride
     total = tl.zeros((BM, BN), tl.float32)
-    begin = tl.program_id(1) * split
-    end = tl.minimum(begin + split, (width + BLOCK - 1) // BLOCK)
     for block in range(begin, end):
         row = (line + block * UNIT).to(tl.int64)
         at = words + row[:, None] * numbers + number[None, :]
         packed = tl.load(at, mask=there[None, :], other=0)
         if GROUP == 0 or GROUP % BLOCK == 0:
             group = block * BLOCK // GROUP if GROUP > 0 else 0
-            middle = zeros_at(zero, group, number, groups, there, numbers, BITS)
+            middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
             middle = (middle + OFFSET).to(dtype)
             part = tl.zeros((BM, BN), tl.float32)
             for j in tl.static_range(COUNT):
                 left = rows_at(own, block * BLOCK + j * UNIT, inside, width)
-                right = codes_as(packed, j * BITS, BITS, dtype) - middle[None, :]
+                right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
                 part = tl.dot(left, right, part, input_precision=PRECISION)
             factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
             total += part * factor[None, :]
@@ -95,14 +87,92 @@ def linear_packed_kernel(
             for j in tl.static_range(COUNT):
                 first = block * BLOCK + j * UNIT
                 group = tl.minimum(first // GROUP, groups - 1)
-                middle = zeros_at(zero, group, number, groups, there, numbers, BITS)
+                middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
                 middle = (middle + OFFSET).to(dtype)
                 left = rows_at(own, first, inside, width)
-                right = codes_as(packed, j * BITS, BITS, dtype) - middle[None, :]
+                right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
                 factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
                 total += tl.dot(left, right, input_precision=PRECISION) * factor[None, :]
+    return total
+
+
+@triton.jit(early=(), do_not_specialize=["tokens"])
+def linear_packed_kernel(
+    x, words, scale, zero, out, tokens, width, numbers, groups, x_stride, out_stride, split, blocks,
+    BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out [tokens, numbers] = x [tokens, width] times the weight, or with several programs along
+    the second axis of the grid the part of each over its `split` blocks: out [parts, tokens,
+    numbers].
+
+    Args:
+        words: [16 * blocks, numbers]; scale, zero: [groups, numbers], zero None: MIDDLE.
+        E4M3: codes are numbers, and not integers.
+        GROUP: numbers of a group, a multiple of 16; 0: there is one group.
+        OFFSET: what `codes_as` adds to codes for x's dtype.
+        PDL: as in `await_previous`.
+    """
+    await_previous(PDL)
+    number = tl.program_id(0) * BN + tl.arange(0, BN)
+    there = number < numbers
+    token = tl.arange(0, BM)
+    inside = token < tokens
+    own = x + token.to(tl.int64)[:, None] * x_stride
+    begin = tl.program_id(1) * split
+    total = packed_sum(
+        own, inside, words, scale, zero, number, there, begin, tl.minimum(begin + split, blocks),
+        width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION,
+    )  # fmt: skip
     place = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * out_stride + number[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])
+
+
+@triton.jit(early=(), do_not_specialize=["places", "count"])
+def experts_packed_kernel(
+    x, words, scale, zero, out, order, owners, used, places, share, count, width, numbers, groups,
+    x_stride, blocks,
+    BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
+    SINGLE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [places, numbers]: row place // share of x times the matrix of the place's expert.
+
+    Tiles of places are those of `cairn.ops.moe.experts_launch.Rows`: tile t has the expert
+    owners[t], and is not computed if that is negative.
+
+    Args:
+        words: [E, 16 * blocks, numbers]; scale, zero: [E, groups, numbers].
+        order, used, count, SINGLE: see `cairn.ops.moe.kernels.experts.rows_of`.
+        share: places of a row of x.
+        others: as of `linear_packed_kernel`.
+    """
+    await_previous(PDL)
+    tile = tl.program_id(1)
+    tiles = tl.num_programs(1)
+    if used is not None:
+        tiles = tl.load(used) // BM
+    if tile >= tiles:
+        return
+    expert = tl.load(owners + tile).to(tl.int64)
+    if expert < 0:
+        return
+    source, target, inside = rows_of(
+        tile, order, None, None, places, share, count, BM, True, True, SINGLE
+    )
+    words += expert * blocks * UNIT * numbers
+    scale += expert * groups * numbers
+    if zero is not None:
+        zero += expert * groups * numbers
+    number = tl.program_id(0) * BN + tl.arange(0, BN)
+    there = number < numbers
+    total = packed_sum(
+        x + source[:, None] * x_stride, inside, words, scale, zero, number, there, 0, blocks,
+        width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION,
+    )  # fmt: skip
+    to = out + target[:, None] * numbers + number[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])
 
 
 @triton.jit(early=(), do_not_specialize=["count"])
@@ -122,7 +192,7 @@ def sum_parts_kernel(
 @triton.jit
 def dequantize_packed_kernel(
     words, scale, zero, out, rows, numbers, width, groups, group,
-    BITS: tl.constexpr, BN: tl.constexpr,
+    BITS: tl.constexpr, E4M3: tl.constexpr, BN: tl.constexpr, MIDDLE: tl.constexpr,
 ):  # fmt: skip
     """out [E, numbers, width] of words [E, rows, numbers], 16 rows of words and BN columns a
     program."""
@@ -141,9 +211,9 @@ def dequantize_packed_kernel(
         place = tl.minimum(at // group, groups - 1)[:, None] * numbers + number[None, :]
         inside = (at < width)[:, None] & there[None, :]
         factor = tl.load(scale + place, mask=inside, other=0.0)
-        code = codes_of(packed, j * BITS, BITS)
+        code = codes_of(packed, j * BITS, BITS, E4M3)
         if zero is None:
-            value = code - (1 << (BITS - 1))
+            value = code - MIDDLE
         else:
             middle = tl.load(zero + expert * groups * numbers + place, mask=inside, other=0)
             value = code - middle.to(tl.float32)
