@@ -82,8 +82,8 @@ class LLM:
     """A model folder, ready to generate.
 
     Args:
-        model: folder with config.json, safetensors and (for text) a tokenizer, or a GGUF file; None:
-            the model that ships with the package.
+        model: folder with config.json, safetensors and (for text) a tokenizer; or a GGUF file;
+            None: the model that ships with the package.
         options: the fields of `cairn.config.EngineOptions` as keywords.
 
     Raises:
