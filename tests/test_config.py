@@ -291,6 +291,9 @@ def test_speculation():
     assert settle().speculation is None
     found = settle(speculative_algorithm="NGRAM").speculation
     assert (found.algorithm, found.drafts, found.match) == ("NGRAM", 8, (2, 12))
+    assert found.branches == 1
+    wide = settle(speculative_algorithm="NGRAM", speculative_eagle_topk=3).speculation
+    assert (wide.drafts, wide.branches) == (8, 3)
     given = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 3}
     for config in (given, json.dumps(given)):
         found = settle(PLAIN, speculative_config=config).speculation

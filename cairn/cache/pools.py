@@ -112,6 +112,11 @@ class CachePools:
         for layer in self.rows:
             yield from layer.values()
 
+    def copy_pages(self, group: int, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages [n] int64 of a group to other ones, in all its layers."""
+        for field in self.tensors(group):
+            field[targets] = field[sources]
+
     def copy_states(self, sources: Tensor, targets: Tensor) -> None:
         """Copy states [n] int64 to other ones, in all layers."""
         for state in self.states():

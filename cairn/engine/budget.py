@@ -62,8 +62,9 @@ class Load:
         if work.decodes:
             self.rows += 1
             self.rows_context += work.first
-            self.drafts += work.drafts
-            self.drafts_context += work.drafts * work.first
+            drafts = work.drafted + len(work.branches)
+            self.drafts += drafts
+            self.drafts_context += drafts * work.first
         else:
             count = work.num_tokens
             self.chunks += 1

@@ -36,6 +36,7 @@ from cairn.engine.memory import (
 from cairn.engine.pace import Pace
 from cairn.engine.planned_step import Limits
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
+from cairn.engine.trees import Trees
 from cairn.errors import BadConfig
 from cairn.models.registry import load_model, load_spec, measure_weights
 from cairn.ops.compile_loops import compile_loops
@@ -156,6 +157,10 @@ def guess(core: EngineCore, config: EngineConfig) -> None:
         ngram, head = NgramDrafter(asked.drafts, *asked.match), HeadDrafter(asked.drafts)
         core.scheduler.drafter = ngram if looking_up else head
         core.scheduler.pace = Pace(core.times, asked.drafts)
+        pages = int(core.scheduler.slots.pages_for(core.shape.max_model_len))
+        # Branches have pages of their own, but no states, nor pages beside those.
+        if asked.branches > 1 and core.cache.states is None and core.cache.window is None:
+            core.scheduler.trees = Trees(ngram, asked.branches, core.scheduler.slots, pages)
 
 
 def limits_of(config: EngineConfig) -> Limits:
@@ -210,6 +215,7 @@ def runner_shape(
         slots=slots,
         graph_slots=min(config.chunked_prefill_size, worthwhile(parameters, counted)),
         drafts=0 if config.speculation is None else config.speculation.drafts,
+        branches=1 if config.speculation is None else config.speculation.branches,
     )
     if spec.vision is None:
         return shape

@@ -50,13 +50,23 @@ class NgramDrafter:
     def find(self, tokens: Sequence[int], most: int) -> list[int]:
         """Guesses of what follows tokens; none without a match. What reaches their end is repeated
         from its start."""
+        found = self.find_all(tokens, most, 1)
+        return found[0] if found else []
+
+    def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
+        """See `Brancher`: behind other occurrences, older or of fewer tokens."""
+        found = self.find_all(request.tokens, len(guesses), count + 1)
+        return [other for other in found if other[0] != guesses[0]][:count]
+
+    def find_all(self, tokens: Sequence[int], most: int, count: int) -> list[list[int]]:
+        """Up to `count` guesses, no two with the same first token, the best first."""
         known = np.asarray(tokens, dtype=np.int32)
         end = len(known)
         if end <= self.shortest:
             return []
         # Where earlier occurrences end; those of more tokens are among those of fewer.
         ends = np.flatnonzero(known[:-1] == known[-1])
-        last = None
+        matches = []
         for length in range(1, min(self.longest, end - 1) + 1):
             if length > 1:
                 ends = ends[ends >= length - 1]
@@ -64,10 +74,18 @@ class NgramDrafter:
             if not len(ends):
                 break
             if length >= self.shortest:
-                last = int(ends[-1])
-        if last is None:
-            return []
-        return list(np.resize(known[last + 1 : last + 1 + most], most).tolist())
+                matches.append(ends)
+        found: dict[int, list[int]] = {}
+        for ends in matches[::-1]:
+            # Where each next token came last; as many as are missing at most.
+            _, newest = np.unique(known[ends[::-1] + 1], return_index=True)
+            for place in np.sort(newest)[: count + len(found)].tolist():
+                last = int(ends[::-1][place])
+                guess = np.resize(known[last + 1 : last + 1 + most], most).tolist()
+                found.setdefault(int(known[last + 1]), guess)
+            if len(found) >= count:
+                break
+        return list(found.values())[:count]
 
 
 @dataclass(frozen=True, slots=True)

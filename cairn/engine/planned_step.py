@@ -125,6 +125,7 @@ class PlannedStep:
         self.load.add(work)
         self.requests.append(request)
         self.budget -= int(slots.slots_for(end)) - int(slots.slots_for(work.first))
+        self.budget -= sum(1 + len(guesses) for guesses in work.branches)
 
     def keep_state(self, request: Request, end: int, cache: PageCache) -> None:
         """Leave a snapshot of a row's state behind its first `end` tokens, which this step

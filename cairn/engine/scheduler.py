@@ -22,6 +22,7 @@ from cairn.engine.promises import Promises
 from cairn.engine.queue import WaitingQueue
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
 from cairn.engine.sharing import Computing
+from cairn.engine.trees import Trees
 from cairn.runner.step import RowWork, StepPlan
 
 
@@ -48,6 +49,7 @@ class Scheduler:
         self.drafter = drafter
         self.drafts = DraftTotals()
         self.pace: Pace | None = None
+        self.trees: Trees | None = None
         self.times = times
         self.cache = cache
         self.slots = slots
@@ -172,7 +174,7 @@ class Scheduler:
                 computed = work.first + work.num_tokens
                 if work.drafts and counts is not None:
                     accepted = counts[len(sampled)] - 1
-                    self.drafts.add(work.drafts, accepted)
+                    self.drafts.add(work.drafted, accepted)
                     learn(request, work.drafts, accepted)
                     # The guesses that were right have run; what the others wrote is overwritten.
                     computed += accepted - work.drafts
@@ -269,20 +271,15 @@ class Scheduler:
         end = first + 1 + len(guesses)
         if not self._make_room(request, end, draft):
             return
+        branches = self.trees.branches(request, guesses, draft.budget) if self.trees else []
+        if branches and not self._grow(request, int(self.slots.pages_for(end)) + len(branches)):
+            branches = []
         ahead = self._look_ahead(request, end)
         draft.announce(request, self.cache)
         draft.constrain(request)
-        draft.work.append(
-            RowWork(
-                row=request.row,
-                first=first,
-                tokens=[request.tokens[first], *guesses],
-                sample=True,
-                output_index=request.num_output,
-                drafts=len(guesses),
-                ahead=ahead,
-            )
-        )
+        work = RowWork(request.row, first, [request.tokens[first], *guesses], True)
+        work = work._replace(output_index=request.num_output, drafts=len(guesses))
+        draft.work.append(work._replace(ahead=ahead, branches=branches))
         draft.count(request, end, self.slots)
         if not guesses:
             draft.keep_state(request, end, self.cache)

@@ -162,6 +162,10 @@ class Drafts(NamedTuple):
         last = np.minimum.reduceat(wrong, self.begin)
         return list((last - self.begin + 1).tolist())
 
+    def among(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[Drafts, list[int]]:
+        """Of some of its rows, by their numbers, in this order, and how many choices count."""
+        return self._replace(begin=self.begin[list(rows)]), [counts[row] for row in rows]
+
     def kept(self, chosen: Sequence[int], counts: Sequence[int]) -> list[int]:
         """The choices that count, in order."""
         return [

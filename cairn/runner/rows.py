@@ -3,6 +3,7 @@ user token appear."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from cairn.cache.landmarks import SlotMap
 from cairn.runner.buffers import StepArrays, StepFields
 from cairn.runner.media import Insert, Placed, PromptMedia
 from cairn.runner.staging import send
-from cairn.runner.step import Ints, StepPlan
+from cairn.runner.step import Ints, RowWork, StepPlan
 
 LAST_TOKEN = -1
 """Stands for the token that was sampled last in the slot's row; only the device may know it yet."""
@@ -70,7 +71,7 @@ class Rows:
     which goes from step to step on the device.
 
     Args:
-        num_rows: requests that run at once.
+        num_rows: requests that run at once, and the branches of their guesses.
         max_pages: pages of the longest sequence.
         slots: the arithmetic of slots.
         page_end_id: token id of slots that end a page and hold no user token.
@@ -83,6 +84,8 @@ class Rows:
             behind the rows belongs to padding.
         page_tables: by group, [num_rows, max_pages] int32 on the device; their addresses stay. In
             that of windowed layers what lies behind windows is stale.
+        num_requests: rows of requests: all, unless somebody sets less. Row i * num_requests + r is
+            the one of branch i of row r.
         shift: [num_rows + 1] int64 on the device, how far positions behind a row's images are ahead
             of its tokens' numbers; None: tokens have one position.
     """
@@ -105,6 +108,7 @@ class Rows:
         # On the CPU the device's tables are the host's: one memory.
         self._tables = torch.from_numpy(self._host_tables).to(device)
         self._num_rows, self._groups = num_rows, groups
+        self.num_requests = num_rows
         self.page_tables = self._tables[:-1].split(num_rows)
         self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self._axes, self._placed = axes, dict[int, Placed]()
@@ -251,7 +255,8 @@ class Rows:
 
     def grant(self, plan: StepPlan) -> Grants:
         """Write the plan's grants to the host's tables."""
-        if not plan.grants:
+        branches = [work for work in plan.work if work.row >= self.num_requests]
+        if not (plan.grants or branches):
             return NO_GRANTS
         width = self._host_tables.shape[1]
         at: list[int] = []
@@ -267,7 +272,28 @@ class Rows:
                 pages += grant.window
         grants = Grants(np.array(at, dtype=np.int64), np.array(pages, dtype=np.int32))
         self._host_tables.reshape(-1)[grants.cells] = grants.pages
-        return grants
+        return self._with_branches(grants, branches) if branches else grants
+
+    def last_page(self, work: RowWork, branch: int, group: int) -> int:
+        """The page that a row writes, or, for a branch from 1 on, the one that this writes."""
+        logical = int(self.slots.slot_of(work.first)) // self.slots.page_size
+        return self.page_of(work.row, logical + branch, group)
+
+    def _with_branches(self, grants: Grants, branches: Sequence[RowWork]) -> Grants:
+        """Write the tables of branches too: the pages of their rows, but for the last."""
+        cells, pages = [grants.cells], [grants.pages]
+        width = self._host_tables.shape[1]
+        for work in branches:
+            number, row = divmod(work.row, self.num_requests)
+            end = int(self.slots.slot_of(work.first)) // self.slots.page_size + 1
+            for group in range(self._groups):
+                own = group * self._num_rows
+                line = self._host_tables[own + row, :end].copy()
+                line[-1] = self._host_tables[own + row, end - 1 + number]
+                self._host_tables[own + work.row, :end] = line
+                cells.append((own + work.row) * width + np.arange(end))
+                pages.append(line)
+        return Grants(np.concatenate(cells), np.concatenate(pages))
 
 
 def write_cells(tables: Tensor, grants: Grants) -> None:

@@ -30,8 +30,9 @@ from cairn.runner.draft_head import DraftHead, DraftModel, Ends
 from cairn.runner.drafts import Drafts, Entries, Guessed
 from cairn.runner.encoding import EncoderCache
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
-from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported, block_rows
+from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported
 from cairn.runner.prefill_graphs import PrefillGraphs
+from cairn.runner.prompt_scores import PromptScores
 from cairn.runner.rows import Layout, Rows
 from cairn.runner.sampler import Choice, Picks, Report, Sampler
 from cairn.runner.selection import selections
@@ -41,13 +42,13 @@ from cairn.runner.step import (
     Ints,
     Launched,
     Masks,
-    PromptReport,
     Ready,
     RowWork,
     StateCopy,
     StepPlan,
     StepResult,
 )
+from cairn.runner.trees import Tree
 from cairn.specs.model import MixerSpec
 from cairn.types import Alternatives, LayerSelection
 
@@ -83,6 +84,7 @@ class RunnerShape:
         slots: slot arithmetic.
         graph_slots: slots of the largest step with prefills that is a graph.
         drafts: guesses of a row at a time.
+        branches: guesses of a row side by side.
         encoder_bytes: embeddings of images that are kept; None: the model has no encoder.
         image_sides: of square images, from the smallest to the largest.
         axes: positions of a token.
@@ -94,21 +96,10 @@ class RunnerShape:
     slots: SlotMap
     graph_slots: int
     drafts: int = 0
+    branches: int = 1
     encoder_bytes: int | None = None
     image_sides: tuple[int, ...] = ()
     axes: int = 1
-
-
-class _Prompt(NamedTuple):
-    """Prompt log-probabilities of one prefill, computed in blocks."""
-
-    work: RowWork
-    blocks: tuple[Reported, ...]
-
-    def logprobs(self) -> PromptReport:
-        """Wait for them."""
-        parts = tuple(part for block in self.blocks for part in block.columns())
-        return PromptReport(self.work.row, self.work.first + 1, parts)
 
 
 class _Chosen(NamedTuple):
@@ -122,15 +113,17 @@ class _Chosen(NamedTuple):
         seconds: that it has taken the host in the model.
         drafts: the guesses that it ran.
         guesses: those that follow.
+        tree: the branches that it ran.
     """
 
     arriving: Arriving | Trip
     report: Report = Report()
     selection: Mapping[int, tuple[LayerSelection, ...]] = MappingProxyType({})
-    prompts: tuple[_Prompt, ...] = ()
+    prompts: tuple[PromptScores, ...] = ()
     seconds: float = 0.0
     drafts: Drafts | None = None
     guesses: Guessed | None = None
+    tree: Tree | None = None
 
 
 class LaunchedStep:
@@ -161,10 +154,12 @@ class LaunchedStep:
         selection, prompts = chosen.selection, tuple(p.logprobs() for p in chosen.prompts)
         counts = None
         if chosen.drafts is not None:
-            counts = chosen.drafts.counts(tokens)
-            tokens = chosen.drafts.kept(tokens, counts)
-            logprobs = chosen.drafts.renumbered(logprobs, counts)
-            selection = chosen.drafts.renumbered(selection, counts)
+            drafts, counts = chosen.drafts, chosen.drafts.counts(tokens)
+            if chosen.tree is not None:
+                drafts, counts = drafts.among(chosen.tree.best(counts), counts)
+            tokens = drafts.kept(tokens, counts)
+            logprobs = drafts.renumbered(logprobs, counts)
+            selection = drafts.renumbered(selection, counts)
         guesses = None
         if chosen.guesses is not None:
             guesses = chosen.guesses.rows(counts, chosen.drafts)
@@ -195,7 +190,7 @@ class _Run(NamedTuple):
     watched: list[int]
     step: Step | None
     states: Tensor | None
-    prompts: tuple[_Prompt, ...]
+    prompts: tuple[PromptScores, ...]
     seconds: float
 
 
@@ -215,8 +210,10 @@ class Runner:
         self.shape = shape
         self.backends = Backends(mixers, pools)
         groups = len(pools.schema.groups)
-        sizes = (shape.num_rows, shape.max_pages, shape.slots, shape.vocab_size)
+        num_rows = shape.num_rows * shape.branches
+        sizes = (num_rows, shape.max_pages, shape.slots, shape.vocab_size)
         self.rows = Rows(*sizes, device, groups, shape.axes)
+        self.rows.num_requests = shape.num_rows
         self.encoder: EncoderCache | None = None
         if shape.encoder_bytes is not None:
             self.encoder = EncoderCache(model.encode, shape.encoder_bytes, device)
@@ -259,20 +256,26 @@ class Runner:
             log.debug("step %d: rows %s", plan.step_id, rows)
         if plan.restored:
             self._copy_states(plan.restored, restore=True)
+        tree = Tree.of(plan, self.rows)
+        plan = plan if tree is None else tree.plan
         picks = Picks.of(plan)
-        replayed = self._replayed(plan, picks)
+        if tree is not None:
+            picks = picks._replace(row=picks.row % self.shape.num_rows)
+        replayed = self._replayed(plan, picks) if tree is None else None
         if replayed is not None:
             if plan.kept:
                 self._copy_states(plan.kept, restore=False)
             return replayed
         layout = self.rows.lay_out(plan)
+        if tree is not None:
+            tree.begin(self.pools)
         self.reads.add(layout.slot)
         run = self._run(plan, layout, picks)
         if plan.kept:
             # Only rows without guesses; the states of the others advance when their guesses are
             # verified.
             self._copy_states(plan.kept, restore=False)
-        choose = functools.partial(self._choose, run, picks, plan)
+        choose = functools.partial(self._choose, run, picks, plan, tree)
         return LaunchedStep(plan, choose)
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -341,7 +344,9 @@ class Runner:
         self.pools.copy_states(*((snapshots, rows) if restore else (rows, snapshots)))
 
     @torch.inference_mode()
-    def _choose(self, run: _Run, picks: Picks, plan: StepPlan, masks: Masks) -> _Chosen:
+    def _choose(
+        self, run: _Run, picks: Picks, plan: StepPlan, tree: Tree | None, masks: Masks
+    ) -> _Chosen:
         """What the rows of a step choose, from what the model has made of it."""
         began, drafts, guesses = time.perf_counter(), Drafts.of(plan), None
         choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
@@ -352,6 +357,8 @@ class Runner:
                 last, counts = drafts.accept(tokens)
                 if not self.sampler.plain(picks):
                     self.sampler.count(tokens, picks, drafts.counted(last))
+                if tree is not None:
+                    last, counts = tree.end(last, counts, self.pools)
                 row, tokens = row[last], tokens[last]
                 if run.step is not None and self.pools.schema.has_rows:
                     (drafting,) = send((drafts.drafting,), counts.device)
@@ -368,6 +375,7 @@ class Runner:
             run.seconds + time.perf_counter() - began,
             drafts,
             guesses,
+            tree,
         )
 
     def _guess(
@@ -469,19 +477,11 @@ class Runner:
             self.sampler.count(choice.tokens, picks, drafts.counted(last))
         return _Chosen(replayed.trip, choice.report, drafts=drafts)
 
-    def _prompt(self, hidden: Tensor, work: RowWork, start: int) -> _Prompt:
-        """Log-probabilities of the work's targets, a block of logits at a time."""
+    def _prompt(self, hidden: Tensor, work: RowWork, start: int) -> PromptScores:
+        """Log-probabilities of the work's targets."""
         wanted = self.sampler.params(work.row).prompt_logprobs
         assert wanted is not None
-        targets = np.array(work.prompt_targets, dtype=np.int64)
-        slots = self.shape.slots
-        slot = slots.slot_of(work.first + np.arange(len(targets)))
-        index = start + slot - slots.slots_for(work.first)
-        size = block_rows(self.shape.vocab_size)
-        blocks = []
-        for at in range(0, len(index), size):
-            part = slice(at, at + size)
-            rows, tokens = send((index[part], targets[part]), hidden.device)
-            logits = self.model.logits(hidden[rows])
-            blocks.append(Reported.of(logits, tokens, [wanted] * len(tokens)))
-        return _Prompt(work, tuple(blocks))
+        slot = self.shape.slots.slot_of(work.first + np.arange(len(work.prompt_targets)))
+        index = start + slot - self.shape.slots.slots_for(work.first)
+        vocab_size = self.shape.vocab_size
+        return PromptScores.of(self.model.logits, hidden, work, index, wanted, vocab_size)

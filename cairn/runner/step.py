@@ -88,6 +88,9 @@ class RowWork(NamedTuple):
             guess in its place: 1 to drafts + 1 tokens.
         ahead: guesses that a draft layer should make behind what the row chooses; the row's pages
             hold so many tokens behind those that run.
+        branches: other guesses, no longer than `drafts`, each of which the row runs in their place
+            as well. All end in the page in which they begin, and the row has a page more for each.
+            The row keeps the tokens of those of which the most are right.
     """
 
     row: int
@@ -98,6 +101,12 @@ class RowWork(NamedTuple):
     prompt_targets: Sequence[int] = ()
     drafts: int = 0
     ahead: int = 0
+    branches: Sequence[Sequence[int]] = ()
+
+    @property
+    def drafted(self) -> int:
+        """Guesses, those of branches included."""
+        return self.drafts + sum(map(len, self.branches))
 
     @property
     def guesses(self) -> Sequence[int]:

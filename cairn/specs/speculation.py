@@ -37,7 +37,8 @@ class SpeculativeOptions:
         speculative_num_draft_tokens: of NGRAM, guesses that a row runs at a time; of NEXTN one more
             than its steps, if given.
         speculative_num_steps: of NEXTN, guesses that a row runs at a time.
-        speculative_eagle_topk: of NEXTN, guesses side by side: 1, a chain.
+        speculative_eagle_topk: guesses side by side: 1, a chain; more of NGRAM, each what followed
+            another occurrence.
         speculative_ngram_min_match_window_size, speculative_ngram_max_match_window_size: shortest
             and longest run of last tokens that is looked for.
         speculative_config: the same in vLLM's form, a JSON object or its text.
@@ -65,7 +66,10 @@ class SpeculativeOptions:
         default=None,
         metadata={
             "type": int,
-            "help": ("Branches of NEXTN's drafts; only 1, a chain, is supported."),
+            "help": (
+                "Drafts of NGRAM side by side, which part at the first token. NEXTN drafts a "
+                "chain: 1.  [default: 1]"
+            ),
         },
     )
     speculative_ngram_min_match_window_size: int | None = field(
@@ -93,11 +97,13 @@ class Speculation:
         algorithm: one of ALGORITHMS.
         drafts: guesses of a row at a time.
         match: shortest and longest run of last tokens that NGRAM looks for.
+        branches: guesses of a row side by side.
     """
 
     algorithm: str
     drafts: int
     match: tuple[int, int] = NGRAM_MATCH
+    branches: int = 1
 
 
 def speculative_options() -> tuple[Field[Any], ...]:
@@ -135,17 +141,17 @@ def resolve_speculation(
     if algorithm == NEXTN:
         _check_chain(given, drafts)
         return Speculation(algorithm, drafts)
-    return Speculation(algorithm, drafts, _match(given))
+    return Speculation(algorithm, drafts, _match(given), given.get("speculative_eagle_topk", 1))
 
 
 def _match(given: Mapping[str, int]) -> tuple[int, int]:
     """Shortest and longest match of NGRAM."""
-    for name in ("speculative_num_steps", "speculative_eagle_topk"):
-        if name in given:
-            raise BadConfig(
-                f"{name} is {given[name]}, but NGRAM has no such option",
-                "Use --speculative-num-draft-tokens",
-            )
+    if "speculative_num_steps" in given:
+        steps = given["speculative_num_steps"]
+        raise BadConfig(
+            f"speculative_num_steps is {steps}, but NGRAM has no such option",
+            "Use --speculative-num-draft-tokens",
+        )
     low = given.get(NGRAM_WINDOWS[0], NGRAM_MATCH[0])
     high = given.get(NGRAM_WINDOWS[1], max(low, NGRAM_MATCH[1]))
     if low > high:
