@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ SECONDS = 10.0
 MEMORY = 2 << 30
 MAX_WAITING = 64
 """Requests whose images are read at once, or wait for it."""
+MOST_HELD = 4 << 30
+"""Bytes of the pixels of all requests that have not ended."""
 
 
 class ChatPrompt(NamedTuple):
@@ -49,7 +52,7 @@ class MediaPreparer:
 
     def __init__(self, reader: MediaReader, longest: int) -> None:
         self.reader, self._longest = reader, longest
-        self._waiting = 0
+        self._waiting = self._held = 0
         self._pool: WorkerPool | None = None
         if reader.media is not None:
             first = msgspec.msgpack.encode(Setting(reader.media, reader.limits))
@@ -76,20 +79,39 @@ class MediaPreparer:
                 f"{self._waiting} requests wait for their images", "Try again later", retry_after=2
             )
         self._waiting += 1
+        items: list[Prepared] = []
         try:
-            items: list[Prepared] = []
             for one in given:
                 items.append(await self._prepared(one))
-                tokens = sum(item.tokens for item in items)
-                if tokens > self._longest:
-                    raise TooLong(
-                        f"{one.name}: the images up to here have {tokens} tokens, but "
-                        f"{self._longest} are the most that fit",
-                        "Send fewer or smaller ones",
-                    )
+                self._held += len(items[-1].item.pixels)
+                self._check(items, one)
+            ids, media = await asyncio.to_thread(self.reader.place, ids, items)
+        except BaseException:
+            self._release(sum(len(item.item.pixels) for item in items))
+            raise
         finally:
             self._waiting -= 1
-        return ChatPrompt(*await asyncio.to_thread(self.reader.place, ids, items))
+        # Whoever runs the request holds its images until it has ended.
+        weakref.finalize(media, self._release, sum(len(item.pixels) for item in media.items))
+        return ChatPrompt(ids, media)
+
+    def _check(self, items: Sequence[Prepared], last: Given) -> None:
+        tokens = sum(item.tokens for item in items)
+        if tokens > self._longest:
+            raise TooLong(
+                f"{last.name}: the images up to here have {tokens} tokens, but "
+                f"{self._longest} are the most that fit",
+                "Send fewer or smaller ones",
+            )
+        if self._held > MOST_HELD:
+            raise Busy(
+                "images of other requests take the memory that there is for them",
+                "Try again later",
+                retry_after=2,
+            )
+
+    def _release(self, count: int) -> None:
+        self._held -= count
 
     async def _prepared(self, given: Given) -> Prepared:
         assert self._pool is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.server
 import threading
 
@@ -146,6 +147,19 @@ def test_too_many(seeing):
     assert "are the most that fit" in error["message"]
     for made in (api, small):
         made.state.media.close()
+
+
+def test_memory_of_images_is_bounded(api, monkeypatch):
+    size = len(prepared_image(decoded(PNG, 10**6), MEDIA).item.pixels)
+    monkeypatch.setattr("cairn.server.media.MOST_HELD", 2 * size)
+    api.answer(CHAT, body(URL, URL))
+    kept = api.asked.media
+    assert "take the memory" in api.error(CHAT, body(URL), 429)["message"]
+    api.client.submitted.clear()
+    assert len(kept.items) == 2
+    del kept
+    gc.collect()
+    api.answer(CHAT, body(URL))
 
 
 def test_placeholders_in_a_users_text(api):

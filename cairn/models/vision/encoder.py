@@ -77,13 +77,13 @@ class VisionEncoder(nn.Module):
         """
         media = self.spec.media
         p, m, t = media.patch, media.merge, media.frames
-        missing = -len(pixels) % t
-        if missing:
-            pixels = torch.cat((pixels, pixels[-1:].expand(missing, -1, -1, -1)))
         # As the reference: scaled in float64, then rounded to float32.
         x = (pixels.double() * (1 / 255)).float()
         mean, std = (x.new_tensor(numbers) for numbers in (media.mean, media.std))
         x = (x - mean) / std
+        missing = -len(x) % t
+        if missing:
+            x = torch.cat((x, x[-1:].expand(missing, -1, -1, -1)))
         f, h, w, _ = x.shape
         x = x.view(f // t, t, h // (p * m), m, p, w // (p * m), m, p, 3)
         return x.permute(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, self.spec.patch_numbers)
