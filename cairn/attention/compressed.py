@@ -25,8 +25,9 @@ from cairn.attention.cuts import Cuts
 from cairn.attention.inputs import CompressedInputs, Compression, EntryInputs, IndexInputs
 from cairn.attention.mla_format import INDEX_KEY, RECORD, IndexFormat, index_field
 from cairn.cache.pools import CachePools
-from cairn.cache.schema import LayerSchema, PageField, PageFormat
+from cairn.cache.schema import BYTES, LayerSchema, PageField, PageFormat
 from cairn.errors import BadConfig
+from cairn.ops.sparse_mla.records import WHOLE_TILE, whole_bytes
 from cairn.specs.backends import COMPRESSED
 from cairn.specs.compressed import CompressedSpec, CompressionSpec
 
@@ -95,13 +96,9 @@ class CompressedBackend(AttentionBackend):
         Raises:
             BadConfig: for pages whose format does not hold them.
         """
-        if form.quantized or form.small_records:
-            raise BadConfig(
-                "kv_cache_dtype is not a format of compressed attention's records",
-                "Use --kv-cache-dtype auto",
-            )
-        shape, own = (form.page_size, spec.head_dim), spec.compression
-        record = PageField(RECORD, shape, form.dtype, window=spec.window)
+        own = spec.compression
+        numbers, dtype = _record(spec, form)
+        record = PageField(RECORD, (form.page_size, numbers), dtype, window=spec.window)
         if own is None:
             return LayerSchema((record,))
         count = entries_of_page(form.page_size, own.rate)
@@ -109,7 +106,7 @@ class CompressedBackend(AttentionBackend):
         fields = [
             record,
             PageField(INPUTS, (form.page_size, width), torch.float32, window=own.reach),
-            PageField(ENTRY, (count, spec.head_dim), form.dtype),
+            PageField(ENTRY, (count, numbers), dtype),
         ]
         if own.index_heads:
             fields.append(index_field(own.index_dim, replace(form, page_size=count)))
@@ -131,7 +128,7 @@ class CompressedBackend(AttentionBackend):
         """Attend: -> [T, H, D] float32, or q's dtype in a layer without entries."""
         spec, fields, q = self.layers[layer], self.pools.pages[layer], inputs.q
         location = plan.batch.places[self._passing].location
-        _store_lines(inputs.kv, fields[RECORD], location)
+        self._store_records(layer, inputs.kv, fields[RECORD], location)
         own, given = spec.compression, inputs.entries
         cells, length = plan.windows[spec.window]
         read = (q, fields[RECORD], cells, length, spec.scale, spec.head_dim)
@@ -139,7 +136,7 @@ class CompressedBackend(AttentionBackend):
             o, _ = ops.sparse_mla(*read, inputs.sink, dtype=q.dtype)
             return o
         entries = plan.entries[own.rate]
-        self._store(layer, given, plan)
+        self._store(layer, given, plan, q.dtype)
         o, lse = ops.sparse_mla(*read, inputs.sink)
         if not entries.width:
             return o
@@ -172,20 +169,28 @@ class CompressedBackend(AttentionBackend):
             location=location.masked_fill(~closing, -1),
         )
 
-    def _store(self, layer: int, given: EntryInputs, plan: CompressedPlan) -> None:
-        """Keep the step's inputs, and the entries and index keys that its tokens close."""
+    def _store(
+        self, layer: int, given: EntryInputs, plan: CompressedPlan, dtype: torch.dtype
+    ) -> None:
+        """Keep the step's inputs, and the entries and index keys, of a dtype, that tokens close."""
         own, fields = self.layers[layer].compression, self.pools.pages[layer]
         assert own is not None
         kept, location = fields[INPUTS], plan.entries[own.rate].location
-        _store_lines(given.inputs, kept, plan.batch.places[self._passing].location)
-        wide = 2 * given.compression.bias.shape[1]
-        entry = self._made(kept[..., :wide], given.compression, plan, fields[ENTRY].dtype)
-        _store_lines(entry, fields[ENTRY], location)
+        half, wide = given.inputs.shape[1] // 2, 2 * given.compression.bias.shape[1]
+        parts = given.inputs[:, :half], given.inputs[:, half:]
+        ops.mla_kv_store(*parts, kept, plan.batch.places[self._passing].location)
+        entry = self._made(kept[..., :wide], given.compression, plan, dtype)
+        self._store_records(layer, entry, fields[ENTRY], location)
         if given.index_compression is not None and given.index is not None:
-            form, dtype = self._index[layer], given.index.q.dtype
+            form = self._index[layer]
             key = self._made(kept[..., wide:], given.index_compression, plan, dtype)
             switches = form.preshuffled, form.quantized, form.rotated
             ops.index_k_store(key, fields[INDEX_KEY], location, *switches)
+
+    def _store_records(self, layer: int, lines: Tensor, cache: Tensor, location: Tensor) -> None:
+        """Write records or entries [T, D]."""
+        at = self.layers[layer].head_dim - self.layers[layer].rotary.head_dim
+        ops.mla_kv_store(lines[:, :at], lines[:, at:], cache, location)
 
     def _made(
         self, inputs: Tensor, by: Compression, plan: CompressedPlan, dtype: torch.dtype
@@ -242,10 +247,29 @@ class CompressedBackend(AttentionBackend):
         return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def _store_lines(lines: Tensor, cache: Tensor, location: Tensor) -> None:
-    """Write lines [T, n] to locations [T] of a cache [pages, S, n]."""
-    half = lines.shape[1] // 2
-    ops.mla_kv_store(lines[:, :half], lines[:, half:], cache, location)
+def _record(spec: CompressedSpec, form: PageFormat) -> tuple[int, torch.dtype]:
+    """Numbers of a record or an entry, and their dtype: as they are, or bytes in which those that
+    are not rotated are in float8.
+
+    Raises:
+        BadConfig: for a format that does not hold them.
+    """
+    if form.quantized:
+        raise BadConfig(
+            "kv_cache_dtype is fp8_e4m3, which is not a format of compressed attention's records",
+            "Use --kv-cache-dtype fp8_ds, or auto",
+        )
+    if not form.small_records:
+        return spec.head_dim, form.dtype
+    rope = spec.rotary.head_dim
+    plain = spec.head_dim - rope
+    if plain % (2 * WHOLE_TILE) != WHOLE_TILE:
+        raise BadConfig(
+            f"kv_cache_dtype is fp8_ds, which holds an odd number of tiles of {WHOLE_TILE} numbers "
+            f"that are not rotated, not {plain} of them",
+            "Use --kv-cache-dtype auto",
+        )
+    return whole_bytes(plain, rope), BYTES
 
 
 def entries_of_page(size: int, rate: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from cairn.attention.compressed import ENTRY
 from cairn.attention.mla_format import INDEX_KEY, RECORD
 from cairn.bench.session import TokenPrompt
 from cairn.cache.pools import CachePools
@@ -62,7 +63,7 @@ def _fill(pools: CachePools, group: int, pages: Sequence[int]) -> None:
             if groups[name] != group:
                 continue
             index = torch.tensor(pages, dtype=torch.int64, device=tensor.device)
-            if name in (RECORD, INDEX_KEY) and is_quantized(tensor):
+            if name in (RECORD, ENTRY, INDEX_KEY) and is_quantized(tensor):
                 # Random bytes in this range decode to values and scales of moderate size.
                 shape = (len(index), *tensor.shape[1:])
                 low, high = MODERATE

@@ -139,8 +139,8 @@ ENGINE = (
     click.option(
         "--kv-cache-dtype",
         type=click.Choice(KV_CACHE_DTYPES),
-        help="Dtype of the cache: fp8_e4m3 (keys and values) or fp8_ds (latent attention) takes "
-        "about half the memory.  [default: auto, as --dtype]",
+        help="Dtype of the cache: fp8_e4m3 (keys and values) or fp8_ds (latent or compressed "
+        "attention) takes about half the memory.  [default: auto, as --dtype]",
     ),
     click.option(
         "--device",

@@ -19,7 +19,7 @@ from tests.engine.dsv4 import (
     saved,
     write,
 )
-from tests.engine.harness import assert_same, engine, greedy, run, text
+from tests.engine.harness import ROUNDING, assert_same, difference, engine, greedy, run, text
 from tests.support import shows
 
 BOUND = 1e-4
@@ -77,6 +77,27 @@ def test_a_cached_prefix_of_any_number_of_pages(model, length):
     assert_same(found, cold)
 
 
+@shows("deepseek_v4", "quantised KV")
+def test_records_in_bytes(tmp_path):
+    """Near those of 32 bits, and as exact in chunks and behind a prefix as they are."""
+    saved(tmp_path, head_dim=80, qk_rope_head_dim=16)
+    options = OPTIONS | {"kv_cache_dtype": "fp8_ds"}
+    prompt, params = text(9, 100, 150), greedy(2, prompt_logprobs=True)
+    built = engine(str(tmp_path), **options)
+    pages = built.runner.pools.pages
+    # 64 numbers in float8, 8 bytes of scales, 16 numbers in bfloat16.
+    assert [pages[1][name].shape[2] for name in ("record", "entry")] == [104, 104]
+    (whole,) = run(built, [prompt], params)
+    (parts,) = run(engine(str(tmp_path), **options), [prompt], params, [33])
+    assert_same(whole, parts)
+    (found,) = run(built, [prompt], greedy(2))
+    assert found.cached == 96
+    assert difference(found.logprobs, whole.logprobs) < ROUNDING
+    (plain,) = run(engine(str(tmp_path), **OPTIONS), [prompt], params)
+    error = np.abs(whole.prompt_logprobs - plain.prompt_logprobs)
+    assert 0 < np.median(error) < 0.1
+
+
 @shows("deepseek_v4", "speculation")
 def test_rejected_guesses_leave_nothing_behind(model):
     """Guesses close windows that the tokens in their place close otherwise."""
@@ -128,6 +149,15 @@ def test_quantised_checkpoints_give_the_logits_of_what_they_hold(tmp_path):
     write(tmp_path, config | QUANTISED, stored)
     with pytest.raises(BadModel, match=missing):
         engine(str(tmp_path), **OPTIONS)
+
+
+def test_formats_that_do_not_hold_records_are_refused(model):
+    for kind, match in (
+        ("fp8_e4m3", "fp8_ds, or auto"),
+        ("fp8_ds", "an odd number of tiles"),
+    ):
+        with pytest.raises(BadConfig, match=match):
+            engine(str(model[0]), **OPTIONS | {"kv_cache_dtype": kind})
 
 
 def test_page_sizes_that_windows_do_not_fill_are_refused(model):

@@ -130,6 +130,9 @@ def _(make: Make) -> Cases:
         yield make.args(latent, k_pe, small, spot)
         yield make.args(both[:, :256], both[:, 256:272], small, spot)
         yield make.args(latent[3:4], k_pe[3:4], small, spot[3:4])
+        # 192 numbers in float8, 3 bytes of scales, 5 of padding, 16 numbers in bfloat16.
+        whole = make.randint(0, 256, 5, size, 232, dtype=torch.uint8)
+        yield make.args(latent[:, :192], k_pe, whole, spot)
 
 
 @set_mla_kv_buffer.cases
@@ -242,6 +245,11 @@ def _(make: Make) -> Cases:
         yield make.args(q, cache, cells[:, :0], length, 0.1, latent)
         wide = make.randn(6, 2 * heads, latent + rope, dtype=dtype)[:, ::2]
         yield make.args(wide, cache, cells, length, 0.1, latent, sink)
+        # Every number of a record is a value.
+        yield make.args(q, cache, cells, length, 0.1, latent + rope, sink)
+        parts = (part.flatten(0, 1) for part in cache[..., :80].split((64, 16), dim=-1))
+        whole = records.quantize(*parts).view(9, size, -1)
+        yield make.args(q[..., :80], whole, cells, length, 0.1, 80, sink)
 
 
 @paged_mla.cases
@@ -264,5 +272,6 @@ def _(make: Make) -> Cases:
         parts = (part.flatten(0, 1) for part in cache.split((latent, rope), dim=-1))
         small = records.quantize(*parts).view(len(cache), size, -1)
         yield make.args(q, small, table, row, end, 0.1, latent)
+        yield make.args(*given[:5], 0.1, latent + rope, sink=sink)
         none = (q[:0], cache, table, row[:0], end[:0], 0.1, latent)
         yield make.args(*none)

@@ -17,12 +17,14 @@ def mla_kv_store(latent: Tensor, k_pe: Tensor, cache: Tensor, location: Tensor) 
     """Write every token's latent and rotary key into its slot, the latent in float8 if it is bytes.
 
     A quantized latent is e4m3(x / s) in tiles of 128 with s = 2^ceil(log2(max(|x| / 448, 1e-4))).
+    One of which r / 64 is odd is so in tiles of 64, with s = 2^ceil(log2(max(|x|, 1e-4) / 448)).
 
     Args:
         latent: [T, r]; of an unquantized cache's dtype, else float32, bfloat16 or float16.
         k_pe: [T, dr], of latent's dtype.
         cache: [pages, S, r + dr], or quantized, [pages, S, r + 4 * (r / 128) + 2 * dr] uint8: the
-            latent, its scales in float32, k_pe in bfloat16; changed.
+            latent, its scales in float32, k_pe in bfloat16; with r / 64 odd scales are bytes of
+            e8m0, and zeros up to a multiple of 8 of them; changed.
         location: [T] int64, page * S + slot in the page; a negative one is not written.
     Raises:
         BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location behind the

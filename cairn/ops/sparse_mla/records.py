@@ -4,6 +4,10 @@ An unquantized cache is [pages, S, r + dr], of the model's dtype. A quantized on
 fp8_ds) is bytes, [pages, S, r + 4 * (r / 128) + 2 * dr] uint8: the latent as float8 e4m3 numbers,
 the float32 scales of its tiles of 128, and the rotary key in bfloat16. With r = 512 and dr = 64 a
 record has 656 bytes. A scale is a power of two: there are readers that take its exponent alone.
+
+A second quantized format is that of records of which every number is a value (584 bytes in
+DeepSeek-V4): r numbers in float8, a byte of e8m0 for each of their tiles of 64, these bytes padded
+to a multiple of 8, and dr numbers in bfloat16. It is told from the first by r / 64, which is odd.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, scale_for
 
 TILE = 128
 """Numbers of a latent that share a scale."""
+WHOLE_TILE, WHOLE_SCALES = 64, 8
+"""The same of records that are values whole, and what their bytes of scales are a multiple of."""
 LEAST_SCALE = 1e-4
 """A tile of zeros has a scale, too: the power of two above."""
 
@@ -32,14 +38,31 @@ def record_bytes(latent: int, rope: int) -> int:
     return latent + 4 * (latent // TILE) + 2 * rope
 
 
+def whole_bytes(latent: int, rope: int) -> int:
+    """Bytes of a quantized record of which every number is a value."""
+    scales = -(-latent // WHOLE_TILE)
+    return latent + -(-scales // WHOLE_SCALES) * WHOLE_SCALES + 2 * rope
+
+
+def whole_latent(width: int, size: int) -> int | None:
+    """Numbers in float8 of such a record of `width` numbers in `size` bytes; None: it is none."""
+    counts = range(WHOLE_TILE, width + 1, 2 * WHOLE_TILE)
+    return next((n for n in counts if whole_bytes(n, width - n) == size), None)
+
+
 def check_cache(
     op: str, cache: Tensor, latent: int, rope: int, like: Tensor, dtype: torch.dtype
 ) -> int:
     """Raise BadArgument unless `cache` holds such records, of a dtype or quantized. Returns S."""
     if isinstance(cache, Tensor) and is_quantized(cache):
-        if not latent or latent % TILE:
+        size = record_bytes(latent, rope)
+        if not rope and cache.dim() == 3 and whole_latent(latent, cache.shape[2]):
+            size = cache.shape[2]
+        elif latent % TILE == WHOLE_TILE:
+            size = whole_bytes(latent, rope)
+        elif not latent or latent % TILE:
             refuse(op, "cache", f"is uint8: a latent of {latent} numbers is no tiles of {TILE}")
-        shape = (None, None, record_bytes(latent, rope))
+        shape = (None, None, size)
         expect(op, "cache", cache, shape, (BYTES,), like, 1)
     else:
         expect(op, "cache", cache, (None, None, latent + rope), FLOATS, like, 1)
@@ -51,12 +74,39 @@ def check_cache(
 
 def quantize(latent: Tensor, k_pe: Tensor) -> Tensor:
     """Records [T, bytes] uint8 of latents [T, r] and rotary keys [T, dr]."""
+    if latent.shape[1] % TILE:
+        return _quantize_whole(latent, k_pe)
     tiles = latent.float().unflatten(-1, (-1, TILE))
     amax = tiles.abs().amax(dim=-1)
     scale = e8m0.power_of_two(scale_for(amax, E4M3_MAX).clamp(min=LEAST_SCALE))
     numbers = e4m3(tiles / scale.unsqueeze(-1)).flatten(-2)
     parts = (numbers, scale, k_pe.to(torch.bfloat16).contiguous())
     return torch.cat([part.view(BYTES) for part in parts], dim=-1)
+
+
+def _quantize_whole(latent: Tensor, k_pe: Tensor) -> Tensor:
+    """Those of which every number is a value."""
+    tiles = latent.float().unflatten(-1, (-1, WHOLE_TILE))
+    amax = tiles.abs().amax(dim=-1).clamp(min=LEAST_SCALE)
+    exponent = e8m0.encode(scale_for(amax, E4M3_MAX))
+    numbers = e4m3(tiles / e8m0.decode(exponent).unsqueeze(-1)).flatten(-2)
+    padding = exponent.new_zeros(len(exponent), -exponent.shape[1] % WHOLE_SCALES)
+    parts = (numbers, exponent, padding, k_pe.to(torch.bfloat16).contiguous())
+    return torch.cat([part.view(BYTES) for part in parts], dim=-1)
+
+
+def dequantize_whole(records: Tensor, latent: int) -> Tensor:
+    """What records [..., bytes] uint8 are worth of which every number is a value, and `latent` are
+    in float8: [..., r + dr] float32."""
+    tiles = latent // WHOLE_TILE
+    scales = -(-tiles // WHOLE_SCALES) * WHOLE_SCALES
+    rope = records.shape[-1] - latent - scales
+    numbers, exponent, k_pe = (
+        part.contiguous() for part in records.split((latent, scales, rope), -1)
+    )
+    values = numbers.view(E4M3).float().unflatten(-1, (-1, WHOLE_TILE))
+    values = (values * e8m0.decode(exponent[..., :tiles]).unsqueeze(-1)).flatten(-2)
+    return torch.cat((values, k_pe.view(torch.bfloat16).float()), dim=-1)
 
 
 def dequantize(records: Tensor, latent: int) -> Tensor:
@@ -69,8 +119,8 @@ def dequantize(records: Tensor, latent: int) -> Tensor:
     return torch.cat((values, k_pe.view(torch.bfloat16).float()), dim=-1)
 
 
-def take(cache: Tensor, cells: Tensor, latent: int) -> Tensor:
-    """Records of cells [n, W] (int64, all in the cache), [n, W, r + dr] float32, new memory."""
+def take(cache: Tensor, cells: Tensor, latent: int, width: int) -> Tensor:
+    """Records of cells [n, W] (int64, all in the cache), [n, W, width] float32, new memory."""
     if cache.is_contiguous():
         # index_select copies whole lines; indexing with a tensor goes element by element.
         lines = cache.flatten(0, 1).index_select(0, cells.flatten())
@@ -78,4 +128,7 @@ def take(cache: Tensor, cells: Tensor, latent: int) -> Tensor:
     else:
         size = cache.shape[1]
         taken = cache[cells // size, cells % size]
-    return dequantize(taken, latent) if is_quantized(cache) else taken.float()
+    if not is_quantized(cache):
+        return taken.float()
+    whole = whole_latent(width, cache.shape[2]) if latent == width else None
+    return dequantize(taken, latent) if whole is None else dequantize_whole(taken, whole)

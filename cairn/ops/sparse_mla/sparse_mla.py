@@ -33,7 +33,8 @@ def sparse_mla(
     Args:
         q: [T, H, r + dr] float32, bfloat16 or float16.
         cache: [pages, S, r + dr] of q's dtype, or quantized, [pages, S, r + 4 * (r / 128) + 2 * dr]
-            uint8 (`mla_kv_store`).
+            uint8 (`mla_kv_store`); or, where value_dim is q's width, of records in bytes of which
+            every number is a value.
         cells: [T, W] int32, page * S + slot in the page.
         length: [T] int32 or int64.
         scale: of the dot products.
@@ -60,7 +61,7 @@ def sparse_mla(
         cell = cells[part].long()
         hidden = (place >= length[part].unsqueeze(1)) | (cell < 0) | (cell >= capacity)
         # What is hidden may lie in memory that nobody owns, which may hold NaN.
-        taken = records.take(cache, cell.clamp(0, capacity - 1), value_dim)
+        taken = records.take(cache, cell.clamp(0, capacity - 1), value_dim, width)
         taken.masked_fill_(hidden.unsqueeze(-1), 0)
         scores = torch.bmm(q[part].float(), taken.transpose(1, 2)).mul_(scale)
         scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)

@@ -89,6 +89,8 @@ def fits_records(latent: Tensor, k_pe: Tensor, cache: Tensor, location: Tensor) 
     near = latent.stride(1) == 1 and k_pe.stride(1) == 1 and location.is_contiguous()
     if not records.is_quantized(cache):
         return near
+    if latent.shape[1] % records.TILE:
+        return False
     places = (*cache.stride()[:2], cache.storage_offset())
     return near and all(n % 4 == 0 for n in places) and k_pe.shape[1] % 2 == 0
 
