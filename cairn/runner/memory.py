@@ -112,10 +112,12 @@ def measure(
         if graphing.graphs is not None:
             graphs = _graph_bytes(graphing, steps, device)
     except (torch.OutOfMemoryError, OutOfMemory) as error:
-        raise OutOfMemory(
-            f"a step of {steps.slots} slots does not fit beside the weights: {error}",
-            "Lower chunked_prefill_size (--chunked-prefill-size)",
-        ) from error
+        what, hint = f"a step of {steps.slots} slots", "Lower chunked_prefill_size"
+        hint += " (--chunked-prefill-size)"
+        if shape.image_sides:
+            what += f" or an image of {shape.image_sides[-1]} x {shape.image_sides[-1]}"
+            hint += ", or size.longest_edge of preprocessor_config.json"
+        raise OutOfMemory(f"{what} does not fit beside the weights: {error}", hint) from error
     return activations, graphs
 
 

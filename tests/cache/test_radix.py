@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cairn.cache.radix import Node, PageKeys, RadixTree, page_keys
+from cairn.cache.radix import Mark, Node, PageKeys, RadixTree, page_keys
 from cairn.errors import BadRequest, InvariantError
 
 SIZE = 3
@@ -74,6 +74,21 @@ def test_keys_are_the_same_for_every_container(wrap: type) -> None:
 def test_ids_beyond_32_bits_are_refused(ids: Sequence[int]) -> None:
     with pytest.raises(BadRequest, match="32 bits"):
         page_keys(ids, 0, 1, 3)
+
+
+def test_marks_are_part_of_the_keys_of_the_pages_that_they_touch() -> None:
+    ids = list(range(12))
+    plain = page_keys(ids, 0, 4, 3)
+    marks = [Mark(4, 8, b"one"), Mark(8, 9, b"two")]
+    marked = page_keys(ids, 0, 4, 3, marks)
+    assert [a == b for a, b in zip(plain, marked, strict=True)] == [True, False, False, True]
+    # Whichever pages are asked for, and however far a sequence is converted.
+    for first in range(4):
+        for last in range(first, 5):
+            assert page_keys(ids, first, last, 3, marks) == marked[first:last]
+    assert [PageKeys(ids, 4, 3, marks)[i] for i in range(4)] == marked
+    for others in ([Mark(4, 8, b"two")], [Mark(4, 7, b"one")], [Mark(3, 8, b"one")], marks[1:]):
+        assert page_keys(ids, 1, 3, 3, others) != marked[1:3]
 
 
 def test_keys_are_converted_only_as_far_as_they_are_read() -> None:
