@@ -87,6 +87,15 @@ class ThoughtReader:
         return text
 
 
+_START = re.compile(r"\bstart\b")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def _rules(text: str) -> str:
+    """A grammar without its literals and the texts of its schemas."""
+    return _STRING.sub('""', text)
+
+
 def behind_thought(
     grammar: Grammar, thought: Thought, special: Mapping[str, int]
 ) -> Grammar | None:
@@ -102,7 +111,7 @@ def behind_thought(
     """
     if grammar.kind != "ebnf":
         answer = rule_of(grammar)
-    elif grammar.text.startswith("start: ") and len(re.findall(r"\bstart\b", grammar.text)) == 1:
+    elif grammar.text.startswith("start: ") and len(_START.findall(_rules(grammar.text))) == 1:
         answer = grammar.text.removeprefix("start: ")
     else:
         return None

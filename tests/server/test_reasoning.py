@@ -132,6 +132,7 @@ def takes(compiler, grammar, tokens):
         Grammar("json_schema", '{"const": 7}'),
         Grammar("regex", "7"),
         Grammar("ebnf", 'start: "7"'),
+        Grammar("ebnf", 'start: a\na: %json {"const": 7, "title": "start"}'),
     ],
 )
 def test_an_answer_follows_its_grammar_behind_the_thought(compiler, grammar):

@@ -149,6 +149,8 @@ function requestBody({ mode, fact }, content) {
   if (mode === "chat") {
     const system = settings.system ? [{ role: "system", content: settings.system }] : [];
     body.messages = [...system, ...history, { role: "user", content }];
+    // What the model thinks is shown where it writes it.
+    body.separate_reasoning = false;
   } else {
     body.prompt = content;
   }

@@ -32,6 +32,7 @@ def test_a_chat_streams_and_counts(ready, script):
     assert first["path"] == "/v1/chat/completions"
     assert first["messages"] == [{"role": "user", "content": "Hi"}]
     assert first["stream_options"] == {"include_usage": True}
+    assert first["separate_reasoning"] is False
     assert [m["content"] for m in second["messages"]] == ["Hi", "Hello, you", "More"]
 
 
