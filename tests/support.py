@@ -41,6 +41,7 @@ FEATURES = {
     "overlap": "the next step is planned while one runs, with the same tokens",
     "CUDA graph": "steps run as CUDA graphs, with the same tokens as without",
     "speculation": "drafted tokens are verified, with the same tokens as without",
+    "images": "prompts with images and videos give the reference's logits",
     "TP": "tensor parallelism over several GPUs",
     "PD": "prefill and decode in different processes",
     "host tier": "pages in host memory beside those of the device",

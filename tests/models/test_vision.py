@@ -59,7 +59,7 @@ def test_embeddings_are_the_references(reference) -> None:
         assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
-@shows("qwen3_5", "reference logits", "chunked prefill")
+@shows("qwen3_5", "reference logits", "chunked prefill", "images")
 @pytest.mark.parametrize("chunk", [7, 4096])
 def test_logits_are_the_references(reference, chunk: int) -> None:
     """Of a prompt with images and a video, and of what is generated behind it."""
