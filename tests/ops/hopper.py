@@ -30,6 +30,8 @@ from cairn.ops.flash_attn.tuning import TUNING as FLASH_ATTN_TUNING
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import _selection, select_pages
 from cairn.ops.linear import wgmma_launch as products
+from cairn.ops.sparse_mla.sparse_mla import sparse_mla
+from cairn.ops.sparse_mla.tuning import TUNING as SPARSE_MLA_TUNING
 from cairn.ops.testing import Make
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -41,6 +43,7 @@ TYPES = {
     torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
 ALIGNED = [["tt.divisibility", 16]]
 OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
@@ -100,6 +103,12 @@ def main() -> None:
     make, dtype = Make("cpu"), torch.bfloat16
     given = latents(make, [300, 64], 100, 64, (512, 64), dtype)
     cutlass_mla_decode.using("gluon")(*given.args)
+    q, cache = make.randn(3, 128, 576, dtype=dtype), make.randn(4, 64, 576, dtype=dtype)
+    cells, length = make.randint(0, 256, 3, 64, dtype=torch.int32), make.randint(0, 64, 3)
+    small = make.randint(0, 60, 4, 64, 656, dtype=torch.uint8)
+    with SPARSE_MLA_TUNING.replaced(group_tokens=1, float8_groups=True):
+        for records in (cache, small):
+            sparse_mla.using("triton")(q, records, cells, length.int(), 0.1, 512, dtype=dtype)
     for width, page, sinks in ((64, 64, True), (128, -1, False), (128, 128, False)):
         shape = {"queries": (140, 131), "keys": (300, 131), "heads": (4, 2)}
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}

@@ -88,6 +88,15 @@ def latent_calls() -> dict[str, dict[str, Any]]:
     latents |= {"descale_q": None, "descale_k": None, "is_fp8_kvcache": False}
     latents |= {"causal": False, "indices": words(*range(6)).view(2, 1, 3)}
     return {
+        "mla_kv_pack_quantize_fp8": {
+            "k_nope": random(3, 2, 12),
+            "k_pe": random(3, 1, 4),
+            "v": random(3, 2, 10),
+            "k_scale_inv": 2.0,
+            "v_scale_inv": 0.5,
+            "k_out": random(3, 2, 16).to(torch.float8_e4m3fn),
+            "v_out": random(3, 2, 10).to(torch.float8_e4m3fn),
+        },
         "flash_mla_with_kvcache": latents,
         "flash_mla_with_kvcache_sm90": latents,
         "paged_mqa_logits": {**scores, **seen, **table, "cache": random(8, 4, 16)},

@@ -20,9 +20,11 @@ FEW_SPILT = 512
 SPILT = {
     "group_scores_kernel": FEW_SPILT,
     "latent_groups_kernel": 16,
+    "cells_groups_kernel": 16,
 }
 GROUPS = {
     "latent_groups_kernel",
+    "cells_groups_kernel",
     "flash_groups_kernel",
     "group_scores_kernel",
     "linear_groups_kernel",

@@ -10,10 +10,10 @@ from torch import Tensor
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
 from cairn.ops.elementwise.copy_to_gpu_no_ce import put_integers
-from cairn.ops.elementwise.fp8 import downcast_fp8, fp8_quantize
+from cairn.ops.elementwise.fp8 import E4M3, downcast_fp8, fp8_quantize
 from cairn.ops.elementwise.hadamard_blocks import ORDERS, hadamard_transform_blocks
 from cairn.ops.elementwise.hadamard_transform import hadamard_transform
-from cairn.ops.elementwise.mla_kv_pack import mla_kv_pack_quantize_fp8
+from cairn.ops.elementwise.mla_kv_pack import mla_kv_pack_quantize_fp8_into
 from cairn.ops.elementwise.positions import (
     clamp_position,
     fixup_zero_kv_rows,
@@ -79,16 +79,18 @@ def _(draw: Draw) -> Points:
         yield Point(size, draw.args(x, 0.5), moved(x) + x.numel(), definition=True)
 
 
-@mla_kv_pack_quantize_fp8.bench
+@mla_kv_pack_quantize_fp8_into.bench
 def _(draw: Draw) -> Points:
     """DeepSeek-V3's heads, of a prompt."""
     tiny = len(draw.layers) == 1
     for tokens, heads, nope, rope in ((5, 2, 16, 8),) if tiny else ((8192, 16, 128, 64),):
         k, pe = draw.randn(tokens, heads, nope), draw.randn(tokens, 1, rope)
         v = draw.randn(tokens, heads, nope)
+        codes = draw.randint(0, 60, tokens, heads, nope + rope, dtype=torch.uint8)
+        outs = codes.view(E4M3), codes[..., :nope].contiguous().view(E4M3)
         yield Point(
             f"{tokens} x {heads} x {nope + rope}",
-            draw.args(k, pe, v, 0.5, 0.5),
+            draw.args(k, pe, v, *outs, 0.5, 0.5),
             moved(k, pe, v) + 2 * k.numel() + tokens * heads * rope,
             definition=True,
         )

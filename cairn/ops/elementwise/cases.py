@@ -10,7 +10,7 @@ from cairn.ops.elementwise.copy_to_gpu_no_ce import put_integers
 from cairn.ops.elementwise.fp8 import E4M3, KINDS, downcast_fp8, fp8_quantize
 from cairn.ops.elementwise.hadamard_blocks import ORDERS, hadamard_transform_blocks
 from cairn.ops.elementwise.hadamard_transform import hadamard_transform
-from cairn.ops.elementwise.mla_kv_pack import mla_kv_pack_quantize_fp8
+from cairn.ops.elementwise.mla_kv_pack import mla_kv_pack_quantize_fp8_into
 from cairn.ops.elementwise.positions import (
     clamp_position,
     fixup_zero_kv_rows,
@@ -69,25 +69,20 @@ def _(make: Make) -> Cases:
         yield make.args(make.randn(0, 4), fp8_dtype=kind)
 
 
-@mla_kv_pack_quantize_fp8.cases
+@mla_kv_pack_quantize_fp8_into.cases
 def _(make: Make) -> Cases:
     for kind in KINDS:
+        outs = [make.empty(5, 3, width, dtype=kind) for width in (32, 20)]
         for dtype in FLOATS:
             k, pe = make.randn(5, 3, 24, dtype=dtype, scale=50.0), make.randn(5, 1, 8, dtype=dtype)
             v = make.randn(5, 3, 20, dtype=dtype, scale=90.0)
-            yield make.args(k, pe, v, 0.7, 90.0, fp8_dtype=kind)
+            yield make.args(k, pe, v, *outs, 0.7, 90.0)
         both = make.randn(7, 4, 50, dtype=torch.bfloat16)
-        parts = (
-            both[..., :30],
-            make.randn(7, 1, 40, dtype=torch.bfloat16)[..., 3:13],
-            both[..., 30:],
-        )
-        outs = {
-            "k_out": make.empty(7, 4, 40, dtype=kind),
-            "v_out": make.empty(7, 4, 20, dtype=kind),
-        }
-        yield make.args(*parts, 2.0, 500.0, **outs, fp8_dtype=kind)
-        yield make.args(*(part[:0] for part in parts), fp8_dtype=kind)
+        shared = make.randn(7, 1, 40, dtype=torch.bfloat16)[..., 3:13]
+        outs = [make.empty(7, 4, width, dtype=kind) for width in (40, 20)]
+        yield make.args(both[..., :30], shared, both[..., 30:], *outs, 2.0, 500.0)
+        none = [part[:0] for part in (both[..., :30], shared, both[..., 30:], *outs)]
+        yield make.args(*none)
 
 
 @downcast_fp8.cases

@@ -18,7 +18,30 @@ BLOCK, WARPS = 1024, 4
 """Numbers and warps of a program."""
 
 
-@op
+@op(mutates=("k_out", "v_out"))
+def mla_kv_pack_quantize_fp8_into(
+    k_nope: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    k_out: Tensor,
+    v_out: Tensor,
+    k_scale_inv: float = 1.0,
+    v_scale_inv: float = 1.0,
+) -> None:
+    """Write what `mla_kv_pack_quantize_fp8` returns.
+
+    Args:
+        k_nope, k_pe, v, k_scale_inv, v_scale_inv: as there.
+        k_out, v_out: [T, H, dn + dr], [T, H, dv] float8_e4m3fn or float8_e5m2, contiguous; changed.
+    Raises:
+        BadArgument: as there.
+    """
+    keys = torch.cat((k_nope, k_pe.expand(-1, k_nope.shape[1], -1)), dim=-1)
+    k_out.copy_(to_fp8(keys.float() * k_scale_inv, k_out.dtype))
+    v_out.copy_(to_fp8(v.float() * v_scale_inv, v_out.dtype))
+
+
+@mla_kv_pack_quantize_fp8_into.front
 def mla_kv_pack_quantize_fp8(
     k_nope: Tensor,
     k_pe: Tensor,
@@ -44,48 +67,48 @@ def mla_kv_pack_quantize_fp8(
     Raises:
         BadArgument: for another shape, dtype, device or layout.
     """
-    keys = torch.cat((k_nope, k_pe.expand(-1, k_nope.shape[1], -1)), dim=-1)
-    return (
-        to_fp8(keys.float() * k_scale_inv, fp8_dtype),
-        to_fp8(v.float() * v_scale_inv, fp8_dtype),
-    )
+    if fp8_dtype not in KINDS:
+        refuse(NAME, "fp8_dtype", f"is {fp8_dtype}, not float8_e4m3fn or float8_e5m2")
+    for name, part in (("k_nope", k_nope), ("k_pe", k_pe), ("v", v)):
+        expect(NAME, name, part, 3, FLOATS)
+    tokens, heads, width = k_nope.shape
+    if k_out is None:
+        shape = (tokens, heads, width + k_pe.shape[2])
+        k_out = gpu.empty(shape, fp8_dtype, k_nope.device)
+    if v_out is None:
+        v_out = gpu.empty(v.shape, fp8_dtype, v.device)
+    for name, out in (("k_out", k_out), ("v_out", v_out)):
+        expect(NAME, name, out, 3, (fp8_dtype,))
+    mla_kv_pack_quantize_fp8_into(k_nope, k_pe, v, k_out, v_out, k_scale_inv, v_scale_inv)
+    return k_out, v_out
 
 
-@mla_kv_pack_quantize_fp8.check
+@mla_kv_pack_quantize_fp8_into.check
 def _(call: Call) -> None:
     k, pe, v = call.k_nope, call.k_pe, call.v
     expect(NAME, "k_nope", k, 3, FLOATS, dense=1)
     tokens, heads, width = k.shape
     expect(NAME, "k_pe", pe, (tokens, 1, None), (k.dtype,), like=k, dense=1)
     expect(NAME, "v", v, (tokens, heads, None), (k.dtype,), like=k, dense=1)
-    if call.fp8_dtype not in KINDS:
-        refuse(NAME, "fp8_dtype", f"is {call.fp8_dtype}, not float8_e4m3fn or float8_e5m2")
-    for name, out, size in (
-        ("k_out", call.k_out, width + pe.shape[2]),
-        ("v_out", call.v_out, v.shape[2]),
-    ):
-        if out is not None:
-            expect(NAME, name, out, (tokens, heads, size), (call.fp8_dtype,), like=k, dense=-1)
+    shape = (tokens, heads, width + pe.shape[2])
+    expect(NAME, "k_out", call.k_out, shape, KINDS, like=k, dense=-1)
+    expect(NAME, "v_out", call.v_out, v.shape, (call.k_out.dtype,), like=k, dense=-1)
 
 
-@mla_kv_pack_quantize_fp8.implementation("triton", devices=gpu.DEVICES, replayed=True)
-def _(call: Call) -> tuple[Tensor, Tensor]:
+@mla_kv_pack_quantize_fp8_into.implementation("triton", devices=gpu.DEVICES, replayed=True)
+def _(call: Call) -> None:
     k, pe, v, device = call.k_nope, call.k_pe, call.v, call.k_nope.device
     tokens, heads, width = k.shape
-    keys, values = call.k_out, call.v_out
-    if keys is None:
-        keys = gpu.empty((tokens, heads, width + pe.shape[2]), call.fp8_dtype, device)
-    if values is None:
-        values = gpu.empty(v.shape, call.fp8_dtype, device)
-    blocks = -(-heads * max(keys.shape[2], v.shape[2]) // BLOCK)
+    wide = max(call.k_out.shape[2], v.shape[2])
+    blocks = -(-heads * wide // BLOCK)
     if tokens and blocks:
         pdl = uses_pdl(device, 2 * tokens, blocks * WARPS)
         pack_kernel[(2 * tokens * blocks,)](
             k_nope=k,
             k_pe=pe,
             v=v,
-            k_out=keys.view(torch.uint8),
-            v_out=values.view(torch.uint8),
+            k_out=call.k_out.view(torch.uint8),
+            v_out=call.v_out.view(torch.uint8),
             k_scale_inv=float(call.k_scale_inv),
             v_scale_inv=float(call.v_scale_inv),
             k_token=k.stride(0),
@@ -99,9 +122,8 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
             VALUE=v.shape[2],
             BLOCKS=blocks,
             BLOCK=BLOCK,
-            E4M3=call.fp8_dtype == E4M3,
+            E4M3=call.k_out.dtype == E4M3,
             HARDWARE=gpu.knows_e4m3(device),
             PDL=pdl,
             num_warps=WARPS,
         )
-    return keys, values

@@ -8,12 +8,16 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.attention.launch import whole_waves
 from cairn.ops.pdl import pdl_option
 from cairn.ops.sparse_mla import records
 from cairn.ops.sparse_mla.kernels.attend import accumulate_kernel, merge_kernel
+from cairn.ops.sparse_mla.kernels.groups import cells_groups_kernel
 from cairn.ops.sparse_mla.tuning import TUNING
 
 MOST_LATENT = 512
+GROUP_HEADS = 64
+"""Of a program that works in groups of warps, as candidates of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,9 @@ def attend(
     peaks = gpu.empty((tokens, heads), torch.float32, device) if with_peaks else None
     if not tokens:
         return o, lse, peaks
+    if not with_peaks and sink is None and fits_groups(q, cache, candidates, latent):
+        _attend_in_groups(q, cache, candidates, scale, o, lse)
+        return o, lse, None
     pages, size = cache.shape[:2]
     lines = 16 if single else min(TUNING.heads, max(16, gpu.next_power_of_2(heads)))
     few = lines < TUNING.heads
@@ -145,6 +152,65 @@ def attend(
     if splits > 1:
         _merge(part_o, part_lse, sink, o, lse)
     return o, lse, peaks
+
+
+def fits_groups(q: Tensor, cache: Tensor, candidates: Candidates, latent: int) -> bool:
+    """Whether groups of warps gather and multiply: Hopper, DeepSeek's widths, lists of cells."""
+    if candidates.cells is None or (latent, q.shape[2]) != (512, 576):
+        return False
+    slot, quantized = cache.stride(1), records.is_quantized(cache)
+    # Scales are powers of two of any size, which float16 does not hold.
+    kinds = (torch.bfloat16,) if quantized else (torch.bfloat16, torch.float16)
+    if q.dtype not in kinds or (quantized and slot != records.record_bytes(512, 64)):
+        return False
+    flat = cache.stride(0) == cache.shape[1] * slot
+    aligned = slot * cache.element_size() % 16 == 0 and cache.data_ptr() % 16 == 0
+    return (
+        gpu.gl is not None
+        and flat
+        and aligned
+        and len(q) >= TUNING.group_tokens
+        and q.shape[1] >= TUNING.group_heads
+        and (TUNING.float8_groups or not quantized)
+        and gpu.supports_wgmma(q.device)
+    )
+
+
+def _attend_in_groups(
+    q: Tensor, cache: Tensor, candidates: Candidates, scale: float, o: Tensor, lse: Tensor
+) -> None:
+    """Write o and lse; see `cells_groups_kernel`."""
+    (tokens, heads, _), cells = q.shape, candidates.cells
+    assert cells is not None
+    columns = -(-heads // GROUP_HEADS)
+    most = max(1, candidates.most // (4 * GROUP_HEADS))
+    splits = whole_waves(columns * tokens, gpu.processors(q.device), most)
+    part_o, part_lse = o, lse
+    if splits > 1:
+        part_o = gpu.empty((tokens, heads, splits, o.shape[2]), torch.float32, q.device)
+        part_lse = gpu.empty((tokens, heads, splits), torch.float32, q.device)
+    numbers, scales, ropes = _views(cache, records.is_quantized(cache))
+    cells_groups_kernel[(tokens * columns, splits)](
+        q=q,
+        cache=numbers,
+        scales=scales,
+        ropes=ropes,
+        cells=cells,
+        lengths=candidates.end,
+        o=part_o,
+        lse=part_lse,
+        most=candidates.most,
+        capacity=cache.shape[0] * cache.shape[1],
+        scale=scale,
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        slot_stride=cache.stride(1),
+        cells_stride=cells.stride(0),
+        HEADS=heads,
+        num_warps=4,
+    )
+    if splits > 1:
+        _merge(part_o, part_lse, None, o, lse)
 
 
 def _merge(part_o: Tensor, part_lse: Tensor, sink: Tensor | None, o: Tensor, lse: Tensor) -> None:

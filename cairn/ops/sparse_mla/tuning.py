@@ -30,6 +30,12 @@ class SparseMlaTuning(Tuning):
     programs: int = 132
     few_programs: int = 264
     """Programs of attention at once, with many and with few heads: fewer are split."""
+    group_heads: int = 64
+    group_tokens: int = 64
+    """Heads and tokens from which on groups of warps gather and multiply, on Hopper: of fewer most
+    of a tile is empty, or the splits are too many."""
+    float8_groups: bool = False
+    """Whether they widen records in float8, too."""
     merged: int = 2048
     """Numbers of partial states that a program merges at once."""
     store_tokens: int = 4
