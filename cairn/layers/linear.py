@@ -32,6 +32,7 @@ class Linear(nn.Module):
     scale: nn.Parameter
     words: nn.Parameter
     zero: nn.Parameter
+    order: nn.Parameter
     """Of schemes that have them."""
 
     def __init__(
@@ -94,6 +95,7 @@ class ExpertLinear(nn.Module):
     scale: nn.Parameter
     words: nn.Parameter
     zero: nn.Parameter
+    order: nn.Parameter
 
     def __init__(
         self,

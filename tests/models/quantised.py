@@ -43,7 +43,9 @@ def _value(codes: np.ndarray, zeros: Any, scales: Tensor, groups: Tensor) -> Ten
 def gptq(rows: int, columns: int, bits: int = 4, ordered: bool = False, less: int = 1) -> Stored:
     codes, zeros, scales, groups = _integers(rows, columns, bits)
     if ordered:
-        groups = groups[torch.randperm(columns)]
+        # Maps of the same input have the same order.
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+        groups = groups[order]
     tensors = {
         "qweight": packers.along_rows(codes, bits),
         "qzeros": packers.along_columns(zeros - less, bits),

@@ -21,7 +21,7 @@ from tests.engine.harness import difference, greedy, run
 from tests.models.quantised import DENSE, FORMATS, MOE, folders
 from tests.support import shows
 
-PACKED = ("gptq 4", "gptq 8", "gptq v2", "awq", "w4a16", "w8a16", "w4a16 zeros")
+PACKED = ("gptq 4", "gptq 8", "gptq act order", "gptq v2", "awq", "w4a16", "w8a16", "w4a16 zeros")
 CODES = ("w8a8 int8", "w8a8 fp8", "w8a8 fp8 of a matrix", "fp8")
 PROMPTS = [[int(n) for n in np.random.default_rng(0).integers(0, 64, 20)]]
 
@@ -84,6 +84,19 @@ def test_a_scale_of_another_shape_is_named(form: str, end: str, tmp_path: Path) 
         load_model(stored, load_spec(stored), "float32", "cpu")
 
 
+def test_maps_of_one_input_have_one_order(tmp_path: Path) -> None:
+    stored, _ = folders(tmp_path, DENSE, "gptq act order")
+    tensors = load_file(stored / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    save_file({**tensors, name: tensors[name].flip(0)}, stored / "model.safetensors")
+    with pytest.raises(BadModel, match=f"{name} differs from that of another map"):
+        load_model(stored, load_spec(stored), "float32", "cpu")
+    twice = {end: tensors[end] * 0 for end in tensors if end.endswith("g_idx")}
+    save_file({**tensors, **twice}, stored / "model.safetensors")
+    with pytest.raises(BadModel, match="g_idx does not give every group 32 columns"):
+        load_model(stored, load_spec(stored), "float32", "cpu")
+
+
 @pytest.mark.parametrize("form", ["gptq 4", "w8a8 fp8", "nvfp4"])
 def test_a_scale_that_is_no_number_is_named(form: str, tmp_path: Path) -> None:
     stored, _ = folders(tmp_path, DENSE, form)
@@ -120,7 +133,7 @@ def test_a_folder_may_have_gptqs_own_file_too(tmp_path: Path) -> None:
     assert load_spec(stored).quantization is not None
 
 
-@pytest.mark.parametrize("form", ["gptq 4", "w8a8 int8", "w8a8 fp8"])
+@pytest.mark.parametrize("form", ["gptq 4", "gptq act order", "w8a8 int8", "w8a8 fp8"])
 def test_packed_experts_give_what_dequantised_ones_give(form: str, tmp_path: Path) -> None:
     """What a GPU runs."""
     stored, _ = folders(tmp_path, MOE, form)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from cairn.layers.schemes.base import PlainScheme, Scheme
 from cairn.layers.schemes.fp4_experts import Fp4AtLoad
 from cairn.layers.schemes.fp8_block import Fp8BlockScheme
-from cairn.layers.schemes.stored import DequantisedScheme, OnLoadScheme
+from cairn.layers.schemes.on_load import OnLoadScheme
+from cairn.layers.schemes.stored import DequantisedScheme
 from cairn.specs.quantization import QuantizationSpec
 
 NESTED = "language_model."

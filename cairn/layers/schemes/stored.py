@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn import ops
+from cairn.errors import BadModel
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import (
     Chosen,
@@ -34,7 +35,6 @@ from cairn.layers.schemes.base import (
 from cairn.layers.schemes.formats import Codes, Format, Integers, checked, format_of
 from cairn.layers.weight import Index, Source, Weight
 from cairn.ops import advice
-from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.weight_only import layout
 from cairn.specs.quantization import QuantizationSpec, StoredFormat
 
@@ -75,7 +75,7 @@ class OfCheckpoint:
         if any(self.spec.is_plain(f"{name}.{part.name}") for part in parts):
             return UnpackedScheme(self.spec, self.path)
         if isinstance(self.format, Integers):
-            if stored.bits in PACKED_BITS and not stored.ordered:
+            if stored.bits in PACKED_BITS:
                 return PackedScheme(self.spec, self.path)
         elif isinstance(self.format, Codes) and not stored.group and not stored.zeros:
             return (PackedCodesScheme if experts else CodesScheme)(self.spec, self.path)
@@ -182,16 +182,18 @@ class PackedScheme(KeptScheme):
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         """`words` [W, out], `scale` [G, out] float32 and perhaps `zero` [G, out] int16, or the same
-        by expert."""
+        by expert; with act order `order` [in] int32: columns of x in the order of groups."""
         lead, rows = leading(linear), linear.out_features
         groups, words = (
             self.groups(linear.in_features),
             layout.words_of(linear.in_features, self.bits),
         )
-        linear.words = _parameter((*lead, words, rows), torch.int32)
-        linear.scale = _parameter((*lead, groups, rows), torch.float32)
+        linear.words = parameter((*lead, words, rows), torch.int32)
+        linear.scale = parameter((*lead, groups, rows), torch.float32)
         if self.format.stored.zeros:
-            linear.zero = _parameter((*lead, groups, rows), torch.int16)
+            linear.zero = parameter((*lead, groups, rows), torch.int16)
+        if self.format.stored.ordered:
+            linear.order = parameter((*lead, linear.in_features), torch.int32)
 
     def weights(
         self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
@@ -203,7 +205,30 @@ class PackedScheme(KeptScheme):
             at: Index = (slice(None), columns) if expert is None else (expert, slice(None), columns)
             found += self._part(linear, part, source.name(f"{part.name}."), at)
             start += part.size
+        if self.format.stored.ordered:
+            first = source.name(f"{linear.parts[0].name}.")
+            groups = self.format.tensors(first, linear.parts[0].size, linear.in_features)[-1]
+            # One order for the map, and the codes of every part refer to it.
+            found = [self._beside(one, groups) for one in found]
+            whole: Index = ... if expert is None else expert
+            order = functools.partial(self.order_of, name=groups.source)
+            found.append(
+                replace(groups, parameter=linear.order, at=whole, transform=order, draw="one")
+            )
         return found
+
+    def _beside(self, weight: Weight, groups: Weight) -> Weight:
+        return replace(weight, beside=(*weight.beside, groups)) if weight.beside else weight
+
+    def order_of(self, groups: Tensor, name: str) -> Tensor:
+        """Columns [in], sorted by group. Raises BadModel unless all groups are of one size."""
+        order = torch.argsort(groups, stable=True)
+        size = self.format.stored.group or len(groups)
+        if not torch.equal(groups[order].long(), _counted(groups) // size):
+            raise BadModel(
+                f"{name} does not give every group {size} columns", "Quantise it with whole groups"
+            )
+        return order.int()
 
     def _part(
         self, linear: Linear | ExpertLinear, part: Rows, first: str, at: Index
@@ -211,8 +236,15 @@ class PackedScheme(KeptScheme):
         size, order = part.size, part.order
         codes, scale, *rest = self.format.tensors(first, size, linear.in_features)
 
-        def to_words(stored: Tensor) -> Tensor:
+        def to_words(stored: Tensor, *groups: Tensor) -> Tensor:
             own = self.codes(stored)
+            if groups:
+                if not torch.equal(*groups):
+                    raise BadModel(
+                        f"{rest[-1].source} differs from that of another map of the same input",
+                        "Quantise maps of the same input with one order",
+                    )
+                own = own.index_select(1, self.order_of(groups[0], rest[-1].source))
             return layout.to_words(own if order is None else reordered(own, order), self.bits)
 
         def ordered(values: Tensor) -> Tensor:
@@ -223,6 +255,8 @@ class PackedScheme(KeptScheme):
             replace(codes, parameter=linear.words, at=at, transform=to_words),
             replace(scale, parameter=linear.scale, at=at, transform=scales, draw="one"),
         ]
+        if self.format.stored.ordered:
+            found[0] = replace(found[0], beside=(rest[-1],))
         if self.format.stored.zeros:
             form = cast(Integers, self.format)
             found.append(
@@ -240,6 +274,8 @@ class PackedScheme(KeptScheme):
         """With the words as they are."""
         x = normed(x, norm)
         rows = x.reshape(-1, linear.in_features)
+        if self.format.stored.ordered:
+            rows = rows.index_select(1, linear.order)
         zero: Tensor | None = getattr(linear, "zero", None)
         y = ops.linear_packed(rows, linear.words, linear.scale, zero, self.bits)
         return biased(y.view(*x.shape[:-1], linear.out_features), linear.bias)
@@ -263,6 +299,9 @@ class PackedScheme(KeptScheme):
 
     def _of_experts(self, linear: ExpertLinear, x: Tensor, chosen: Tensor, share: int) -> Tensor:
         zero: Tensor | None = getattr(linear, "zero", None)
+        if self.format.stored.ordered:
+            order = linear.order[chosen.flatten().clamp(min=0).long()]
+            x, share = x.repeat_interleave(share, dim=0).gather(1, order.long()), 1
         given = (linear.words, linear.scale, zero, self.bits)
         return ops.experts_packed(x, *given, chosen, share, self.e4m3)
 
@@ -276,7 +315,11 @@ class PackedScheme(KeptScheme):
         if hit is not None:
             words, scale, zero = words[hit], scale[hit], None if zero is None else zero[hit]
         given = (words, scale, zero, self.bits, linear.in_features)
-        return ops.dequantize_packed(*given, dtype, self.e4m3)
+        found: Tensor = ops.dequantize_packed(*given, dtype, self.e4m3)
+        if not self.format.stored.ordered:
+            return found
+        order: Tensor = linear.order if hit is None else linear.order[hit]
+        return found.gather(-1, order.long().argsort(dim=-1).unsqueeze(-2).expand_as(found))
 
 
 class PackedCodesScheme(PackedScheme):
@@ -307,8 +350,8 @@ class CodesScheme(KeptScheme):
         """`weight` [out, in] int8 or e4m3 and `scale` [out, 1] float32, or the same by expert."""
         lead, rows = leading(linear), linear.out_features
         kind = torch.int8 if self.format.stored.layout == "int8" else torch.float8_e4m3fn
-        linear.weight = _parameter((*lead, rows, linear.in_features), kind)
-        linear.scale = _parameter((*lead, rows, 1), torch.float32)
+        linear.weight = parameter((*lead, rows, linear.in_features), kind)
+        linear.scale = parameter((*lead, rows, 1), torch.float32)
 
     def weights(
         self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
@@ -362,103 +405,9 @@ class CodesScheme(KeptScheme):
         return (weight.float() * scale).to(dtype)
 
 
-class OnLoadScheme(CodesScheme):
-    """Matrices that are quantised when they are read: e4m3 with a scale for each row."""
-
-    def within(self, name: str) -> Scheme:
-        """All parts are quantised."""
-        return self
-
-    def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
-        """All maps are quantised; those of experts are kept in words."""
-        return PackedOnLoadScheme(self.spec) if experts else self
-
-    @property
-    def unpacked(self) -> Scheme:
-        """Matrices as they are."""
-        return PlainScheme()
-
-    def weights(
-        self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
-    ) -> list[Weight]:
-        """Every stored matrix twice: its codes, and its scales."""
-        found, start = [], 0
-        for name, size, order in linear.parts:
-            shape = (size, linear.in_features)
-            plain = Weight(source.name(f"{name}.weight"), shape, None)
-            found += _quantising(plain, linear, at_rows(expert, start, size), order)
-            start += size
-        return found
-
-    def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
-        """The same of one tensor for all experts."""
-        shape = linear.experts, linear.out_features, linear.in_features
-        return _quantising(Weight(source.name(linear.fused), shape, None), linear, ..., None)
-
-
-class PackedOnLoadScheme(PackedCodesScheme):
-    """The same of experts, in words."""
-
-    def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
-        """Itself."""
-        return self
-
-    def weights(
-        self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
-    ) -> list[Weight]:
-        """Every stored matrix twice: its words, and its scales."""
-        found, start = [], 0
-        for name, size, order in linear.parts:
-            plain = Weight(source.name(f"{name}.weight"), (size, linear.in_features), None)
-            columns = slice(start, start + size)
-            at: Index = (slice(None), columns) if expert is None else (expert, slice(None), columns)
-            found += _in_words(_quantising(plain, linear, at, order), linear)
-            start += size
-        return found
-
-    def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
-        """The same of one tensor for all experts."""
-        shape = linear.experts, linear.out_features, linear.in_features
-        plain = Weight(source.name(linear.fused), shape, None)
-        return _in_words(_quantising(plain, linear, ..., None), linear)
-
-
-def _quantising(
-    plain: Weight, linear: Linear | ExpertLinear, at: Index, order: Tensor | None
-) -> list[Weight]:
-    """What fills `weight` [.., out, in] and `scale` [.., out, 1] from a plain matrix."""
-
-    def rows_of(stored: Tensor) -> Tensor:
-        return stored.float() if order is None else reordered(stored.float(), order)
-
-    def scale_of(stored: Tensor) -> Tensor:
-        return rows_of(stored).abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / E4M3_MAX
-
-    def codes_of(stored: Tensor) -> Tensor:
-        scaled = rows_of(stored) / scale_of(stored)
-        return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-    weight = getattr(linear, "weight", None)
-    codes = replace(plain, parameter=weight, at=at, transform=codes_of)
-    return [codes, replace(plain, parameter=linear.scale, at=at, transform=scale_of, draw="one")]
-
-
-def _in_words(quantising: list[Weight], linear: Linear | ExpertLinear) -> list[Weight]:
-    """The same for `words` [.., W, out] and `scale` [.., 1, out]."""
-    codes, scale = quantising
-    codes_of, scale_of = codes.transform, scale.transform
-    assert codes_of is not None and scale_of is not None
-
-    def words(stored: Tensor) -> Tensor:
-        return layout.to_words(codes_of(stored).view(torch.uint8).int(), 8)
-
-    def across(stored: Tensor) -> Tensor:
-        return scale_of(stored).transpose(-1, -2)
-
-    return [
-        replace(codes, parameter=linear.words, transform=words),
-        replace(scale, transform=across),
-    ]
+def _counted(x: Tensor) -> Tensor:
+    """0, 1, .. of a vector's length."""
+    return torch.arange(len(x), device=x.device)
 
 
 def _taken(codes: Tensor, hit: Tensor) -> Tensor:
@@ -470,5 +419,6 @@ def _reordered_codes(stored: Tensor, order: Tensor) -> Tensor:
     return reordered(stored.view(torch.uint8), order).view(stored.dtype)
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    """Zeros, so that what a loader missed is never arbitrary."""
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
