@@ -110,8 +110,8 @@ SERVER = (
         "--tool-call-parser",
         metavar="NAME",
         help="Format of tool calls: auto, hermes, llama3_json, qwen3_coder, mistral, mistral_list, "
-        "deepseek_v3, deepseek_v31, deepseek_v32 or pythonic.  [default: auto, by the chat "
-        "template]",
+        "deepseek_v3, deepseek_v31, deepseek_v32, deepseek_v4 or pythonic.  [default: auto, by "
+        "the chat template]",
     ),
     click.option(
         "--reasoning-parser",

@@ -66,6 +66,12 @@ SAMPLES: dict[str, tuple[str, str]] = {
         '<｜DSML｜parameter name="lines" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>',
         '\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     ),
+    "deepseek_v4": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="open">\n'
+        f'<｜DSML｜parameter name="path" string="true">{TEXT}</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="lines" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>',
+        '\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+    ),
     "pythonic": ('[open(path="a\\n<b>", lines=3)', ", now()]"),
 }
 NAMED = sorted(SAMPLES)
@@ -196,6 +202,13 @@ def test_strings_keep_their_markup() -> None:
         ]
 
 
+def test_a_form_may_say_that_a_value_is_text() -> None:
+    begin = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="x" string='
+    end = ">12</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+    for given, value in (('"true"', "12"), ('"false"', 12)):
+        assert parsed(read("deepseek_v4", [begin + given + end])) == [("now", {"x": value})]
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [
@@ -222,6 +235,7 @@ TEMPLATES = {
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ type }}\n```json\n",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>",
     "deepseek_v32": "<｜DSML｜function_calls>",
+    "deepseek_v4": "<｜DSML｜tool_calls>",
     "pythonic": "[func_name1(params_name1=params_value1)]",
     "llama3_json": 'Environment: ipython {"name": function name, "parameters": {}}',
 }

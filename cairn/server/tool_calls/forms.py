@@ -84,18 +84,33 @@ CODER_SIGNS = Signs(
 CODER_PARAMETER = ParameterSigns(
     "<parameter=", re.compile(r"<parameter=([^>\n]+)>"), "</parameter>"
 )
-DSML_SIGNS = Signs(
-    begin="<｜DSML｜invoke name=",
-    head=re.compile(rf'"{FUNCTION}"\s*>'),
-    end="</｜DSML｜invoke>",
-    before="<｜DSML｜function_calls>",
-    after="</｜DSML｜function_calls>",
-)
 DSML_PARAMETER = ParameterSigns(
     "<｜DSML｜parameter name=",
-    re.compile(r'<｜DSML｜parameter name="([^"\n]+)"(?:\s+string="(?:true|false)")?\s*>'),
+    re.compile(r'<｜DSML｜parameter name="([^"\n]+)"(?:\s+string="(?P<string>true|false)")?\s*>'),
     "</｜DSML｜parameter>",
 )
+
+
+def _dsml(name: str, block: str, alias: str) -> Form:
+    """DeepSeek's markup since V3.2, whose outermost tag changed."""
+    before, after = f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"
+    begin = "<｜DSML｜invoke name="
+    head = re.compile(rf'"{FUNCTION}"\s*>')
+    signs = Signs(begin, head, "</｜DSML｜invoke>", before, after)
+    return Form(
+        name,
+        partial(Tagged, signs=signs, parameter=DSML_PARAMETER),
+        re.compile(before),
+        head=f'{begin}"{{}}">\n',
+        # No two signs that may follow share their first character: the grammar's lexer is greedy.
+        tail="</｜DSML｜invoke>\n",
+        begin=f"{before}\n",
+        end=after,
+        opening=f'{before}\n{begin}"',
+        arguments=PARAMETERS,
+        aliases=(alias,),
+    )
+
 
 ALL = (
     Form(
@@ -138,19 +153,8 @@ ALL = (
         end="]",
         opening="[TOOL_CALLS][",
     ),
-    Form(
-        "deepseek_v32",
-        partial(Tagged, signs=DSML_SIGNS, parameter=DSML_PARAMETER),
-        re.compile("<｜DSML｜"),
-        head='<｜DSML｜invoke name="{}">\n',
-        # No two signs that may follow share their first character: the grammar's lexer is greedy.
-        tail="</｜DSML｜invoke>\n",
-        begin="<｜DSML｜function_calls>\n",
-        end="</｜DSML｜function_calls>",
-        opening='<｜DSML｜function_calls>\n<｜DSML｜invoke name="',
-        arguments=PARAMETERS,
-        aliases=("deepseekv32",),
-    ),
+    _dsml("deepseek_v4", "tool_calls", "deepseekv4"),
+    _dsml("deepseek_v32", "function_calls", "deepseekv32"),
     Form(
         "deepseek_v3",
         partial(Named, signs=DEEPSEEK_SIGNS),

@@ -218,7 +218,8 @@ class ParameterSigns:
 
     Attributes:
         begin: what every parameter begins with.
-        head: all of its opening; group 1 is the name.
+        head: all of its opening; group 1 is the name, and a group `string`, where there is one,
+            says whether the value is plain text ("true") or JSON ("false").
         end: what ends it.
     """
 
@@ -259,7 +260,7 @@ class Tagged(Marked):
                 return False
             if head is not None:
                 self._held = rest[head.end() :]
-                yield from self._begin_value(head[1])
+                yield from self._begin_value(head[1], head.groupdict().get("string"))
                 return True
         elif end.startswith(rest) or parameter.begin.startswith(rest):
             return False
@@ -268,10 +269,10 @@ class Tagged(Marked):
         yield from self._end_call()
         return True
 
-    def _begin_value(self, key: str) -> Iterator[Found]:
+    def _begin_value(self, key: str, string: str | None) -> Iterator[Found]:
         yield Arguments(("{" if self._first else ", ") + json.dumps(key) + ": ")
         self._first, self._begun, self._key, self._step = False, False, key, self._in_value
-        self._plain = self._kinds == PLAIN
+        self._plain = self._kinds == PLAIN if string is None else string == "true"
         if self._plain:
             yield Arguments('"')
 

@@ -12,7 +12,10 @@ from cairn.server.tool_calls.values import PLAIN, kinds_of
 
 PARAMETER = {
     "qwen3_coder": ("<parameter={}>\n", "\n</parameter>\n"),
-    "deepseek_v32": ('<｜DSML｜parameter name="{}" string="{?}">', "</｜DSML｜parameter>\n"),
+    **dict.fromkeys(
+        ("deepseek_v32", "deepseek_v4"),
+        ('<｜DSML｜parameter name="{}" string="{?}">', "</｜DSML｜parameter>\n"),
+    ),
 }
 """What stands before and behind a value; `{?}` says whether it is plain text."""
 
