@@ -189,6 +189,53 @@ _V4_SLICE: dict[str, Any] = {
 }
 """DeepSeek-V4-Flash's widths and every kind of its layers: it fits one GPU."""
 
+_FLOAT8: dict[str, Any] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "scale_fmt": "ue8m0",
+}
+
+_GLM_SLICE: dict[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "vocab_size": 154880,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+    "max_position_embeddings": 202752,
+    "num_nextn_predict_layers": 0,
+    "quantization_config": _FLOAT8,
+    "bos_token_id": 154822,
+    "eos_token_id": 154820,
+}
+"""GLM-5's widths and nine of its 78 layers, in float8: they fit one GPU of 80 GB."""
+
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "345m": {
         "hsa": _BLOCK_345M | _LANDMARKS_345M,
@@ -199,6 +246,8 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "dense": _BLOCK_7B | _WITHOUT_LANDMARKS_7B,
     },
     "dsa-lite": {"dsa": _DSA_LITE},
+    "dsa-lite-fp8": {"dsa": _DSA_LITE | {"quantization_config": _FLOAT8}},
+    "glm-slice": {"dsa": _GLM_SLICE},
     "v4-slice": {"compressed": _V4_SLICE},
 }
 """Shape -> attention kind ("hsa"; "dense": the same layers without landmarks; "dsa": latent

@@ -35,7 +35,8 @@ KINDS = ("hsa", "dense", "dsa", "compressed")
 shape_option = click.option(
     "--shape",
     metavar="NAME",
-    help="A published geometry with random weights: 345m, 7b, dsa-lite or v4-slice.",
+    help="A published geometry with random weights: 345m, 7b, dsa-lite, dsa-lite-fp8,"
+    " glm-slice or v4-slice.",
 )
 output_option = click.option(
     "--output",

@@ -118,3 +118,13 @@ def test_bytes_of_selecting_tokens():
         # Below what is selected nothing is scored, above it all of it.
         few, many = 27 * (record * (short + 2) + key), 27 * (record * 2049 + key * (long + 2))
         assert read[1] - read[0] == pytest.approx(many - few, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parameters", "gigabytes"),
+    [("dsa-lite", 15.7e9, 31.5), ("dsa-lite-fp8", 15.7e9, 17), ("glm-slice", 62.4e9, 65)],
+)
+def test_shapes_that_select_tokens_fit_one_gpu(shape, parameters, gigabytes):
+    count, size = measure_weights(load_spec(config_of(shape, "dsa")), "bfloat16")
+    assert count == pytest.approx(parameters, rel=0.02)
+    assert size < gigabytes * 1e9 < 72e9

@@ -99,7 +99,7 @@ def attend(
     pages, size = cache.shape[:2]
     lines = 16 if single else min(TUNING.heads, max(16, gpu.next_power_of_2(heads)))
     few = lines < TUNING.heads
-    keys = TUNING.few_keys if single or (few and quantized) else TUNING.keys
+    keys = TUNING.single_keys if single else TUNING.keys
     columns = -(-heads // lines)
     blocks = -(-max(1, candidates.most) // keys)
     splits = 1 if with_peaks else _splits(tokens, columns, blocks, few)

@@ -24,8 +24,8 @@ class SparseMlaTuning(Tuning):
     heads: int = 64
     """Of a program of attention, at most."""
     keys: int = 64
-    few_keys: int = 32
-    """Candidates of a tile; of few heads and float8 records."""
+    single_keys: int = 32
+    """Candidates of a tile; of queries in float32."""
     stages: int = 2
     programs: int = 132
     few_programs: int = 264
