@@ -40,7 +40,9 @@ def ggml_dequantize(
         BadArgument: for another shape, dtype or format.
         BadConfig: a format of a grid without the package gguf.
     """
-    return dequantised(weight.reshape(M, -1), KINDS[quant_type]).to(dtype)
+    kind = KINDS[quant_type]
+    rows = weight.reshape(M, N // kind.numbers * kind.bytes)
+    return dequantised(rows, kind).to(dtype)
 
 
 @op
@@ -143,6 +145,11 @@ def _expect_kind(name: str, argument: str, number: int) -> None:
         refuse(name, argument, f"is {number}, not the number of a format: {known}")
 
 
+def _expect_rows(name: str, row: int, own: int) -> None:
+    if row != own:
+        refuse(name, "row", f"is {row!r}, the weight has {own} rows")
+
+
 def _row_bytes(name: str, argument: str, number: int, width: int) -> int:
     kind = KINDS[number]
     if width < 1 or width % kind.numbers:
@@ -178,7 +185,8 @@ def _register(own: Op[..., Tensor]) -> None:
         _expect_kind(name, "quant_type", call.quant_type)
         expect(name, "x", call.x, 2, FLOATS)
         size = _row_bytes(name, "x", call.quant_type, call.x.shape[1])
-        expect(name, "weight", call.weight, (call.row, size), BYTES, call.x)
+        expect(name, "weight", call.weight, (None, size), BYTES, call.x)
+        _expect_rows(name, call.row, call.weight.shape[0])
 
     @own.fake
     def _(call: Call) -> Tensor:
@@ -191,9 +199,12 @@ _register(ggml_mul_mat_a8)
 
 def _check_experts(name: str, call: Call, topk: int) -> None:
     _expect_kind(name, "type", call.type)
-    expect(name, "input", call.input, (call.tokens, None), FLOATS)
+    expect(name, "input", call.input, 2, FLOATS)
+    if call.tokens != call.input.shape[0]:
+        refuse(name, "tokens", f"is {call.tokens!r}, `input` has {call.input.shape[0]} rows")
     size = _row_bytes(name, "input", call.type, call.input.shape[1])
-    expect(name, "weight", call.weight, (None, call.row, size), BYTES, call.input)
+    expect(name, "weight", call.weight, (None, None, size), BYTES, call.input)
+    _expect_rows(name, call.row, call.weight.shape[1])
     if topk < 1:
         refuse(name, "topk" if name == "ggml_moe_a8" else "top_k", f"is {topk}, not 1 or more")
 
