@@ -10,6 +10,7 @@ from cairn.ops.attention import paging
 from cairn.ops.call import Call
 from cairn.ops.checks import (
     FLOAT32,
+    FLOATS,
     INT64,
     check_dtype,
     check_rows,
@@ -119,7 +120,7 @@ def _(call: Call) -> None:
     rate, wide = call.bias.shape
     if not size or not rate or both != 2 * wide:
         refuse(NAME, "inputs", f"has shape {list(call.inputs.shape)}, not [pages, S, {2 * wide}]")
-    expect(NAME, "norm", call.norm, 1, like=call.inputs)
+    expect(NAME, "norm", call.norm, 1, FLOATS, call.inputs)
     dim = call.norm.shape[0]
     if not dim or wide not in (dim, 2 * dim):
         refuse(NAME, "bias", f"has {wide} columns, which are not the {dim} of the norm, nor twice")
