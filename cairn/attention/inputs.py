@@ -72,8 +72,7 @@ class GatedDeltaInputs:
     """Of a gated delta net.
 
     Attributes:
-        qkv: [T, C], projections before convolution and activation: [all q | all k | all v]; they
-            are overwritten.
+        qkv: [T, C], projections before convolution and activation: [all q | all k | all v].
         b, a: [T, hv], of the write strength and of the decay.
         conv_weight: [C, W].
         a_log, dt_bias: [hv] float32.

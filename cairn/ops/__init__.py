@@ -117,6 +117,7 @@ from cairn.ops.linear.scaled_mm import bmm_fp8, fp8_scaled_mm, int8_scaled_mm
 from cairn.ops.mamba import (
     causal_conv1d_fn_cpu,
     causal_conv1d_fwd,
+    causal_conv1d_rows,
     causal_conv1d_update,
     causal_conv1d_update_cpu,
     chunk_gated_delta_rule,
@@ -125,6 +126,8 @@ from cairn.ops.mamba import (
     fused_qkvzba_split_reshape_cat,
     fused_qkvzba_split_reshape_cat_contiguous,
     fused_sigmoid_gating_delta_rule_update,
+    gated_delta_rule_rows,
+    ragged_rows,
 )
 from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
 from cairn.ops.memory.take_rows import take_rows
@@ -279,6 +282,7 @@ __all__ = [
     "build_tree_kernel_efficient",
     "causal_conv1d_fn_cpu",
     "causal_conv1d_fwd",
+    "causal_conv1d_rows",
     "causal_conv1d_update",
     "causal_conv1d_update_cpu",
     "chunk_gated_delta_rule",
@@ -337,6 +341,7 @@ __all__ = [
     "fused_rmsnorm_gated",
     "fused_sigmoid_gating_delta_rule_update",
     "fused_store_index_k_cache",
+    "gated_delta_rule_rows",
     "gated_linear",
     "gelu_and_mul",
     "gelu_quick",
@@ -422,6 +427,7 @@ __all__ = [
     "qserve_w4a8_per_chn_gemm",
     "qserve_w4a8_per_group_gemm",
     "ragged_mqa_logits",
+    "ragged_rows",
     "reconstruct_indices_from_tree_mask",
     "register_buffer",
     "register_graph_buffers",

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from cairn import ops
 from cairn.attention.batch import Batch, StepRows
-from cairn.attention.gated_delta import Piece, cut
 from cairn.attention.registry import Backends, cache_schema
 from cairn.cache.pools import CachePools, PoolSizes
 from cairn.cache.schema import PageFormat
@@ -21,6 +20,7 @@ from cairn.layers.gated_delta import GatedDeltaNet
 from cairn.layers.residual import Hidden, Product
 from cairn.layers.rotary import Angles
 from cairn.layers.weight import Source
+from cairn.ops.mamba.gated_delta_rule_rows import cut
 from cairn.specs.gated_delta import GatedDeltaSpec
 
 HIDDEN = 24
@@ -200,7 +200,9 @@ def rows_run(rows: Rows, projected: Tensor, first: int, end: int) -> Tensor:
 
 def test_cutting_rows() -> None:
     def parts(first: int, count: int) -> list[tuple[int, int]]:
-        return [(piece.first, piece.length) for piece in cut(Piece(0, 3, 100, first, count))]
+        found = cut(range(100, 100 + count), first)
+        assert sum(len(part) for part in found) == count and found[0].start == 100
+        return [(part.start - 100 + first, len(part)) for part in found]
 
     assert parts(0, 1) == [(0, 1)]
     assert parts(63, 1) == [(63, 1)]
@@ -209,4 +211,3 @@ def test_cutting_rows() -> None:
     assert parts(60, 4) == [(60, 4)]
     assert parts(60, 200) == [(60, 4), (64, 192), (256, 4)]
     assert parts(70, 3) == [(70, 3)]
-    assert cut(Piece(0, 3, 100, 60, 10))[1] == Piece(1, 3, 104, 64, 6)

@@ -8,6 +8,7 @@ from cairn.ops.benching import Draw, Point, Points, moved
 from cairn.ops.mamba.cases import mixed_inputs
 from cairn.ops.mamba.causal_conv1d_cpu import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
 from cairn.ops.mamba.causal_conv1d_fwd import causal_conv1d_fwd
+from cairn.ops.mamba.causal_conv1d_rows import causal_conv1d_rows
 from cairn.ops.mamba.causal_conv1d_update import causal_conv1d_update
 from cairn.ops.mamba.chunk_gated_delta_rule import gated_delta_rule
 from cairn.ops.mamba.fused_gdn_gating import fused_gdn_gating
@@ -18,7 +19,9 @@ from cairn.ops.mamba.fused_qkvzba_split_reshape_cat import (
 from cairn.ops.mamba.fused_sigmoid_gating_delta_rule_update import (
     fused_sigmoid_gating_delta_rule_update,
 )
-from cairn.ops.mamba.sizes import net_of
+from cairn.ops.mamba.gated_delta_rule_rows import gated_delta_rule_rows
+from cairn.ops.mamba.ragged_rows import ragged_rows
+from cairn.ops.mamba.sizes import Net, net_of
 
 
 @causal_conv1d_fn_cpu.bench
@@ -115,6 +118,54 @@ def _(draw: Draw) -> Points:
             draw.args(rate, a, bias, 1.0, 20.0, q, k, v, b, pool, slot, None, True, starts),
             moved(q, k, v, v, pool[1:], pool[1:]),
         )
+
+
+@causal_conv1d_rows.bench
+def _(draw: Draw) -> Points:
+    net = net_of(draw)
+    for rows, tokens in _steps(net):
+        x, weight = draw.randn(rows * tokens, net.channels), draw.randn(net.channels, net.width)
+        states = draw.randn(rows, net.channels, net.width - 1)
+        starts, slot = draw.arange(rows + 1, torch.int32) * tokens, draw.arange(rows, torch.int32)
+        begun = draw.tensor([True] * rows, torch.bool)
+        yield Point(
+            f"{rows} x {tokens} x {net.channels}",
+            draw.args(x, weight, states, starts, slot, slot, begun, tokens),
+            moved(x, x, weight, states, states),
+        )
+
+
+@gated_delta_rule_rows.bench
+def _(draw: Draw) -> Points:
+    net = net_of(draw)
+    for rows, each in _steps(net):
+        tokens = rows * each
+        q, k = (draw.randn(tokens, net.key_heads, net.key_dim) for _ in range(2))
+        v = draw.randn(tokens, net.value_heads, net.value_dim)
+        a, b = (draw.randn(tokens, net.value_heads) for _ in range(2))
+        rate, bias = (draw.randn(net.value_heads) for _ in range(2))
+        shape = (rows, net.value_heads, net.value_dim, net.key_dim)
+        pool, slot = draw.randn(*shape, dtype=torch.float32), draw.arange(rows, torch.int32)
+        starts, begun = slot.new_tensor(range(rows + 1)) * each, slot >= 0
+        flops = net.value_heads * (10 * 64 * net.key_dim + 6 * net.key_dim * net.value_dim)
+        yield Point(
+            f"{rows} x {each} x {net.value_heads} x {net.value_dim}",
+            draw.args(rate, a, bias, q, k, v, b, pool, starts, slot, slot, begun, slot * 64, each),
+            moved(q, k, v, v, pool, pool),
+            float(tokens * flops),
+        )
+
+
+@ragged_rows.bench
+def _(draw: Draw) -> Points:
+    for tokens in net_of(draw).prefills:
+        row, slot = draw.arange(tokens, torch.int64) * 0, draw.arange(tokens, torch.int64)
+        yield Point(f"{tokens}", draw.args(row, slot, 64), moved(row, slot))
+
+
+def _steps(net: Net) -> list[tuple[int, int]]:
+    """Rows and tokens of each: steps that decode, and prompts."""
+    return [(rows, 1) for rows in net.batches] + [(1, tokens) for tokens in net.prefills]
 
 
 @fused_qkvzba_split_reshape_cat.bench

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops.mamba.causal_conv1d_cpu import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
 from cairn.ops.mamba.causal_conv1d_fwd import causal_conv1d_fwd
+from cairn.ops.mamba.causal_conv1d_rows import causal_conv1d_rows
 from cairn.ops.mamba.causal_conv1d_update import causal_conv1d_update
 from cairn.ops.mamba.chunk_gated_delta_rule import gated_delta_rule
 from cairn.ops.mamba.fused_gdn_gating import fused_gdn_gating
@@ -17,6 +18,8 @@ from cairn.ops.mamba.fused_qkvzba_split_reshape_cat import (
 from cairn.ops.mamba.fused_sigmoid_gating_delta_rule_update import (
     fused_sigmoid_gating_delta_rule_update,
 )
+from cairn.ops.mamba.gated_delta_rule_rows import gated_delta_rule_rows
+from cairn.ops.mamba.ragged_rows import ragged_rows
 from cairn.ops.testing import Arguments, Cases, Make
 
 
@@ -168,6 +171,64 @@ def _(make: Make) -> Cases:
     q, k, v, b = vectors(5, (2, 4), torch.float32)
     wide, shift = make.randn(5, 4, 8), make.randn(4, 8)
     yield make.args(rate, wide, shift, 0.5, 2.0, q, k, v, b, None, None, is_kda=True)
+
+
+@causal_conv1d_rows.cases
+def _(make: Make) -> Cases:
+    def words(*numbers: int) -> Tensor:
+        return make.tensor(numbers, torch.int32)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, states = make.randn(6, 4, dtype=dtype), make.randn(6, 6, 3, dtype=dtype)
+        states[3] = torch.nan
+        # A long one, a fresh one in a slot of NaN, one to leave where it was, an empty one, one of
+        # nobody, then padding.
+        starts, slot = words(0, 20, 25, 26, 26, 28), words(1, 3, 0, 4, -1)
+        stored = words(1, 3, -1, 4, 5)
+        begun = make.tensor([True, False, True, True, True], torch.bool)
+        wide = make.randn(31, 9, dtype=dtype)
+        yield make.args(wide[:, 1:7], weight, states, starts, slot, stored, begun, 20)
+        few = words(0, 1, 3, 3, 4, 6)
+        yield make.args(wide[:8, :6], weight, states, few, slot, stored, begun, 2)
+
+
+@gated_delta_rule_rows.cases
+def _(make: Make) -> Cases:
+    def words(*numbers: int) -> Tensor:
+        return make.tensor(numbers, torch.int32)
+
+    def drawn(tokens: int, dtype: torch.dtype) -> list[Tensor]:
+        mixed = make.randn(tokens, 2 * 2 * 12 + 4 * 8 + 4, dtype=dtype)
+        q, k, v = mixed[:, :-4].split((24, 24, 32), dim=1)
+        q, k, v = q.unflatten(1, (2, 12)), k.unflatten(1, (2, 12)), v.unflatten(1, (4, 8))
+        # Some heads hardly decay, some forget all at once.
+        a_log, dt_bias = 2 * make.randn(4), make.randn(4)
+        return [a_log, make.randn(tokens, 4, dtype=dtype), dt_bias, q, k, v, mixed[:, -4:]]
+
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = make.randn(7, 4, 8, 12)
+        pool[3] = torch.nan
+        # From within a chunk over two borders, a fresh one in a slot of NaN that ends behind a
+        # border, a token, one to leave where it was, one of nobody, an empty one; then padding.
+        starts = words(0, 90, 160, 161, 190, 215, 215)
+        slot, stored = words(1, 3, 0, 5, -1, 2), words(1, 3, 0, -1, -1, 2)
+        begun = make.tensor([True, False, True, True, True, True], torch.bool)
+        first = words(60, 0, 63, 10, 70, 5)
+        rest = (pool, starts, slot, stored, begun, first)
+        yield make.args(*drawn(220, dtype), *rest, 90)
+        few = words(0, 1, 4, 5, 7, 8, 8)
+        yield make.args(*drawn(10, dtype), pool, few, slot, stored, begun, first, 3)
+
+
+@ragged_rows.cases
+def _(make: Make) -> Cases:
+    def longs(*numbers: int) -> Tensor:
+        return make.tensor(numbers, torch.int64)
+
+    yield make.args(longs(2, 2, 2, 0, 1, 1, 0, 0), longs(4, 5, 6, 9, 0, 1, -1, -1), 5)
+    yield make.args(longs(3, 1, 0), longs(7, 0, 3), 3)
+    yield make.args(longs(0, 0), longs(-1, -1), 2)
+    yield make.args(longs(), longs(), 2)
 
 
 def mixed_inputs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,11 +11,10 @@ from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
 from cairn.ops.mamba import launch, recurrence, segments, states
+from cairn.ops.mamba.recurrence import FEW
 from cairn.ops.registry import op
 
 NAME = "chunk_gated_delta_rule"
-SHORT = 16
-"""Tokens up to which a sequence is run token by token, for a chunk costs as much as so many."""
 
 
 @op(mutates=("initial_state",))
@@ -56,18 +54,18 @@ def _run(
     normalised: bool,
     longer: Callable[..., None],
 ) -> Tensor:
-    """Sequences of up to SHORT tokens by token, others as `longer` does it."""
-    bounds = segments.bounds(starts, *q.shape[:2])
+    """Sequences of up to FEW tokens by token, others as `longer` does it."""
+    spans = segments.spans(starts, *q.shape[:2])
     decay, strength = g.flatten(0, 1).unsqueeze(-1), beta.flatten(0, 1)
     tokens = recurrence.prepared(q, k, v, decay, strength, scale, normalised)
     shape = (v.shape[2], v.shape[3], q.shape[3])
-    state = states.load(pool, slots, used, len(bounds) - 1, shape, v.device)
+    state = states.load(pool, slots, used, len(spans), shape, v.device)
     out = torch.zeros_like(tokens.v)
-    lengths = [end - start for start, end in itertools.pairwise(bounds)]
-    short = [n for n, length in enumerate(lengths) if length <= SHORT]
-    recurrence.by_token(tokens, state, bounds, short, out)
-    rest = [n for n, length in enumerate(lengths) if length > SHORT]
-    longer(tokens, state, bounds, rest, out)
+    for run, short in ((recurrence.by_token, True), (longer, False)):
+        chosen = [n for n, span in enumerate(spans) if (len(span) <= FEW) == short]
+        own = state[chosen]
+        run(tokens, own, [spans[n] for n in chosen], out)
+        state[chosen] = own
     states.store(pool, slots, state)
     return out.to(v.dtype).view(v.shape)
 
@@ -111,7 +109,7 @@ def _(call: Call) -> Tensor:
     scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
     starts, used = call.cu_seqlens, call.has_initial_state
     count = call.q.shape[0] if starts is None else starts.shape[0] - 1
-    of = launch.Sequences(count, call.q.shape[1], starts, call.initial_state_indices, used)
+    of = launch.Sequences(count, call.q.shape[1], starts, call.initial_state_indices, begun=used)
     rule = launch.Rule(q, k, v, g, beta, None, None, scale, call.use_qk_l2norm_in_kernel)
     out = gpu.empty(call.v.shape, call.v.dtype, call.v.device)
     launch.run_chunks(rule, call.initial_state, of, out.flatten(0, 1))
@@ -119,13 +117,13 @@ def _(call: Call) -> Tensor:
 
 
 def _not_short(call: Call) -> bool:
-    """Whether some sequence may be longer than SHORT."""
-    return call.q.shape[1] > SHORT
+    """Whether some sequence may be longer than FEW."""
+    return call.q.shape[1] > FEW
 
 
 @gated_delta_rule.implementation("torch", when=_not_short)
 def _(call: Call) -> Tensor:
-    """Sequences of more than SHORT tokens in chunks, whose grid begins where the sequence does: an
+    """Sequences of more than FEW tokens in chunks, whose grid begins where the sequence does: an
     op that is not told positions cannot lay it at multiples of 64 of a longer whole. Which way a
     sequence is run depends on its own length alone."""
     slots, used = call.initial_state_indices, call.has_initial_state

@@ -38,7 +38,8 @@ def ragged(
     slot: Tensor | None,
     used: Tensor | None,
     silu: bool,
-    skipped: int,
+    skipped: int | None,
+    stored: Tensor | None = None,
 ) -> Tensor:
     """Outputs [D, T] float32 of sequences side by side; the states are changed.
 
@@ -50,7 +51,8 @@ def ragged(
         slot: [N] integers, or None: sequence n has slot n.
         used: [N] bool, whether a sequence goes on from its slot; None: none does.
         silu: whether act is silu, else the identity.
-        skipped: slot of sequences that are left alone: outputs are their inputs.
+        skipped: slot of sequences that are left alone: outputs are their inputs; None: of none.
+        stored: [N] integers, slots of the states behind the tokens, negative: nowhere; None: slot.
     """
     count = starts.shape[0] - 1
     history = weight.shape[1] - 1 if states is None else states.shape[2]
@@ -70,15 +72,17 @@ def ragged(
         padded[:, first[:, None] + column] = before.transpose(0, 1)
     y = convolve(padded, weight, bias, silu)
     live = inside.clone()
-    live[inside] = slot[sequence[inside]] != skipped
+    if skipped is not None:
+        live[inside] = slot[sequence[inside]] != skipped
     out = x.to(torch.float32, copy=True)
     # convolve's output i belongs to input i + W - 1.
     out[:, live] = y[:, place[live] - (weight.shape[1] - 1)]
     if states is not None and count:
-        kept = (slot >= 0) & (slot != skipped)
+        target = slot if stored is None else stored
+        kept = target >= 0 if skipped is None else (target >= 0) & (slot != skipped)
         last = starts[1:] + history * torch.arange(count, device=x.device)
         after = padded[:, last[:, None] + column].transpose(0, 1)
-        states[slot[kept].long()] = after[kept].to(states.dtype)
+        states[target[kept].long()] = after[kept].to(states.dtype)
     return out
 
 

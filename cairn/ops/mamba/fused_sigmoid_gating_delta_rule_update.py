@@ -73,16 +73,16 @@ def fused_sigmoid_gating_delta_rule_update(
     """
     gates = (A_log, a, dt_bias, softplus_beta, softplus_threshold, b)
     tokens = _tokens(q, k, v, gates, scale, use_qk_l2norm_in_kernel, is_kda)
-    bounds = segments.bounds(cu_seqlens, *q.shape[:2])
+    spans = segments.spans(cu_seqlens, *q.shape[:2])
     pool, slots, used = initial_state_source, initial_state_indices, has_initial_state
     shape = (v.shape[2], v.shape[3], q.shape[3])
-    state = states.load(pool, slots, used, len(bounds) - 1, shape, v.device)
+    state = states.load(pool, slots, used, len(spans), shape, v.device)
     out = torch.zeros_like(tokens.v)
     if intermediate_states_buffer is None and retrieve_parent_token is None:
-        recurrence.by_token(tokens, state, bounds, range(len(bounds) - 1), out)
+        recurrence.by_token(tokens, state, spans, out)
     else:
         buffer, kept = intermediate_states_buffer, intermediate_state_indices
-        _by_draft(tokens, state, bounds, buffer, kept, retrieve_parent_token, out)
+        _by_draft(tokens, state, spans, buffer, kept, retrieve_parent_token, out)
     if not disable_state_update:
         states.store(pool, slots, state)
     return out.to(v.dtype).view(v.shape)
@@ -111,18 +111,17 @@ def _tokens(
 def _by_draft(
     tokens: Tokens,
     state: Tensor,
-    bounds: list[int],
+    spans: list[range],
     buffer: Tensor | None,
     kept: Tensor | None,
     parents: Tensor | None,
     out: Tensor,
 ) -> None:
     """`by_token` that keeps the state after every token, and goes on from that of its parent."""
-    count = len(bounds) - 1
+    count = len(spans)
     rows = list(range(count)) if kept is None else kept.tolist()
     links = [None] * count if parents is None else parents.tolist()
-    for n in range(count):
-        span = range(bounds[n], bounds[n + 1])
+    for n, span in enumerate(spans):
         after = _drafted(tokens, state[n : n + 1], span, links[n], out)
         if after and buffer is not None and rows[n] >= 0:
             buffer[rows[n], : len(after)] = torch.cat(after).to(buffer.dtype)
@@ -161,12 +160,14 @@ def _(call: Call) -> Tensor:
     )
     starts, slots = call.cu_seqlens, call.initial_state_indices
     count = call.q.shape[0] if starts is None else starts.shape[0] - 1
-    of = launch.Sequences(count, call.q.shape[1], starts, slots, call.has_initial_state)
-    out = gpu.zeros(call.v.shape, call.v.dtype, call.v.device)
+    of = launch.Sequences(count, call.q.shape[1], starts, slots, begun=call.has_initial_state)
+    out = gpu.empty(call.v.shape, call.v.dtype, call.v.device)
+    if not count:
+        out.zero_()
     launch.run_tokens(
         *(rule, call.initial_state_source, of, out, not call.disable_state_update),
         *(call.intermediate_states_buffer, call.intermediate_state_indices),
-        call.retrieve_parent_token,
+        *(call.retrieve_parent_token, tokens),
     )
     return out
 

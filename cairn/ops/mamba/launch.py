@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.mamba import tuning
-from cairn.ops.mamba.kernels.chunks import carry_kernel, chunk_kernel
+from cairn.ops.mamba.kernels.chunks import carry_kernel, chunk_kernel, chunk_table_kernel
 from cairn.ops.mamba.kernels.conv import conv_sequences_kernel, conv_tokens_kernel
 from cairn.ops.mamba.kernels.recurrent import recurrent_kernel
 from cairn.ops.mamba.recurrence import CHUNK
@@ -30,6 +30,7 @@ class Sequences:
         length: tokens of each where `starts` is None.
         starts: [count + 1] integers.
         slots: [count] integers, of states; None: sequence n has slot n.
+        stored: [count] integers, slots of the states behind the tokens; None: `slots`.
         begun: [count] bool, whether a sequence has a state.
         first: [count] integers, the place of the first token in a longer whole.
     """
@@ -38,6 +39,7 @@ class Sequences:
     length: int
     starts: Tensor | None = None
     slots: Tensor | None = None
+    stored: Tensor | None = None
     begun: Tensor | None = None
     first: Tensor | None = None
 
@@ -142,10 +144,11 @@ def convolve_each(
     out: Tensor | None,
     *,
     ring: Tensor | None = None,
-    update: bool = True,
+    tokens: int = 0,
 ) -> None:
-    """The same sequence by sequence, then their states if `update`. x is [B, D, L] where sequences
-    are not side by side; `out` may be x; None: only states."""
+    """The same sequence by sequence, then their states. x is [B, D, L] where sequences are not side
+    by side; `out` may be x; None: only states. tokens: of all; those behind the
+    last sequence get 0."""
     channels, convolved = x.shape[-2], out is not None
     if not of.count or not channels:
         return
@@ -159,10 +162,12 @@ def convolve_each(
         states=states,
         starts=of.starts,
         slots=of.slots,
+        stored=of.stored,
         begun=of.begun,
         ring=ring,
         out=out,
         channels=channels,
+        tokens=tokens,
         length=of.length,
         x_token=x.stride(-1),
         x_channel=x.stride(-2),
@@ -179,7 +184,7 @@ def convolve_each(
         SKIPPED=by.skipped,
         SILU=by.silu,
         CONVOLVE=convolved,
-        UPDATE=update and states.shape[2] > 0,
+        UPDATE=states.shape[2] > 0,
         COLUMNS=gpu.next_power_of_2(max(1, states.shape[2])),
         CHANNELS=wide,
         PROGRAMS=parts,
@@ -189,14 +194,15 @@ def convolve_each(
 
 
 def run_tokens(
-    rule: Rule, pool: Tensor | None, of: Sequences, out: Tensor, update: bool,
+    rule: Rule, pool: Tensor | None, of: Sequences, out: Tensor, update: bool = True,
     buffer: Tensor | None = None, rows: Tensor | None = None, parents: Tensor | None = None,
+    tokens: int = 0,
 ) -> None:  # fmt: skip
     """The rule token by token: outputs [T, HV, V]; see `recurrent_kernel`."""
     heads, width, high = rule.v.shape[1], rule.k.shape[2], rule.v.shape[2]
     if not of.count:
         return
-    block, warps = tuning.recurrent(of.count * heads, high, gpu.next_power_of_2(width))
+    block, warps = tuning.recurrent(high, gpu.next_power_of_2(width))
     programs = of.count * heads * -(-high // block)
     trail = None
     if parents is not None:
@@ -213,6 +219,7 @@ def run_tokens(
         out=out,
         pool=pool,
         slots=of.slots,
+        stored=of.stored,
         begun=of.begun,
         starts=of.starts,
         first=of.first,
@@ -220,6 +227,7 @@ def run_tokens(
         rows=rows,
         parents=parents,
         trail=trail,
+        tokens=tokens,
         length=of.length,
         scale=rule.scale,
         beta=rule.beta,
@@ -259,6 +267,22 @@ def run_chunks(
     # Of every sequence the first chunk and the last one may be cut off.
     most = -(-tokens // CHUNK) + min(of.count * (1 if of.first is None else 2), tokens)
     dtype, device = rule.v.dtype, out.device
+    if not of.count:
+        out.zero_()
+        return
+    table = gpu.empty((most, 4), torch.int32, device)
+    before = gpu.empty((of.count,), torch.int32, device)
+    chunk_table_kernel[(of.count,)](
+        starts=of.starts,
+        first=of.first,
+        table=table,
+        before=before,
+        count=of.count,
+        length=of.length,
+        most=most,
+        COUNT=gpu.next_power_of_2(of.count),
+        BLOCK=tuning.TABLE,
+    )
     weights, scores = (gpu.empty((tokens, heads, CHUNK), dtype, device) for _ in range(2))
     factors = gpu.empty((tokens, heads, 4), torch.float32, device)
     decays = gpu.empty((most, heads), torch.float32, device)
@@ -267,14 +291,12 @@ def run_chunks(
         "q": rule.q,
         "k": rule.k,
         "starts": of.starts,
-        "first": of.first,
-        "slots": of.slots,
+        "stored": of.slots if of.stored is None else of.stored,
         "weights": weights,
         "scores": scores,
         "factors": factors,
         "decays": decays,
         "out": out,
-        "count": of.count,
         "length": of.length,
         "q_token": rule.q.stride(0),
         "q_head": rule.q.stride(1),
@@ -285,18 +307,19 @@ def run_chunks(
         "K": width,
         "V": high,
         "BLOCK_K": max(16, gpu.next_power_of_2(width)),
-        "COUNT": gpu.next_power_of_2(max(1, of.count)),
         "FEW_APART": few_apart,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
-    if most:
+    if tokens:
         chunk_kernel[(most, heads)](
             **common,
             a=rule.a,
             b=rule.b,
             a_log=rule.a_log,
             dt_bias=rule.dt_bias,
+            table=table,
             tokens=tokens,
+            count=of.count,
             scale=rule.scale,
             beta=rule.beta,
             threshold=rule.threshold,
@@ -305,17 +328,20 @@ def run_chunks(
             BLOCK_V=gpu.next_power_of_2(high),
             NORMALISED=rule.normalised,
             RAW=rule.a_log is not None,
+            ROWS=tuning.CHUNK_ROWS,
             num_warps=tuning.CHUNK_WARPS,
         )
-    if of.count:
-        carry_kernel[(heads * -(-high // block), of.count)](
-            **common,
-            v=rule.v,
-            pool=pool,
-            begun=of.begun,
-            v_token=rule.v.stride(0),
-            v_head=rule.v.stride(1),
-            BLOCK_V=block,
-            STAGES=stages,
-            num_warps=warps,
-        )
+    carry_kernel[(heads * -(-high // block), of.count)](
+        **common,
+        v=rule.v,
+        before=before,
+        first=of.first,
+        pool=pool,
+        slots=of.slots,
+        begun=of.begun,
+        v_token=rule.v.stride(0),
+        v_head=rule.v.stride(1),
+        BLOCK_V=block,
+        STAGES=stages,
+        num_warps=warps,
+    )

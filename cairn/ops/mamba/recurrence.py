@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
+FEW = 16
+"""Up to this many tokens run one after the other, which costs no more than a chunk."""
 
 
 @dataclass(frozen=True)
@@ -71,22 +73,19 @@ def step(state: Tensor, tokens: Tokens, row: Tensor | slice) -> Tensor:
     return (state * tokens.q[row].unsqueeze(-2)).sum(-1)
 
 
-def by_token(
-    tokens: Tokens, state: Tensor, bounds: Sequence[int], chosen: Sequence[int], out: Tensor
-) -> None:
-    """Run every chosen sequence n, tokens bounds[n] .. bounds[n + 1] - 1, from state[n].
+def by_token(tokens: Tokens, state: Tensor, spans: Sequence[range], out: Tensor) -> None:
+    """Run every sequence n, the tokens spans[n], from state[n].
 
     Args:
         tokens: of all sequences.
         state: [N, HV, V, K], changed.
-        bounds: [N + 1].
-        chosen: numbers of sequences.
-        out: [T, HV, V] float32, written where such a sequence has tokens.
+        spans: [N].
+        out: [T, HV, V] float32, written where a sequence has tokens.
     """
-    order, lengths = _longest_first(bounds, chosen)
+    order, lengths = _longest_first(spans)
     if not order:
         return
-    own, first = state[order], _positions([bounds[n] for n in order], state)
+    own, first = state[order], _positions([spans[n].start for n in order], state)
     running = len(order)
     for position in range(lengths[0]):
         while lengths[running - 1] <= position:
@@ -96,18 +95,16 @@ def by_token(
     state[order] = own
 
 
-def by_chunk(
-    tokens: Tokens, state: Tensor, bounds: Sequence[int], chosen: Sequence[int], out: Tensor
-) -> None:
+def by_chunk(tokens: Tokens, state: Tensor, spans: Sequence[range], out: Tensor) -> None:
     """The same as `by_token` by chunks that begin where their sequence does; g is [T, HV, 1]."""
-    order, lengths = _longest_first(bounds, chosen)
+    order, lengths = _longest_first(spans)
     if not order:
         return
     # Chunk c of sequence i is chunk first[i] + c of all.
     counts = [-(-length // CHUNK) for length in lengths]
     first = [sum(counts[:i]) for i in range(len(counts))]
     places = [
-        (bounds[n] + c * CHUNK, min(CHUNK, length - c * CHUNK))
+        (spans[n].start + c * CHUNK, min(CHUNK, length - c * CHUNK))
         for n, length, count in zip(order, lengths, counts, strict=True)
         for c in range(count)
     ]
@@ -180,11 +177,10 @@ class Chunks:
         return o
 
 
-def _longest_first(bounds: Sequence[int], chosen: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The chosen sequences that have tokens, the longest first, and their lengths."""
-    lengths = {n: bounds[n + 1] - bounds[n] for n in chosen}
-    order = sorted((n for n in chosen if lengths[n]), key=lambda n: -lengths[n])
-    return order, [lengths[n] for n in order]
+def _longest_first(spans: Sequence[range]) -> tuple[list[int], list[int]]:
+    """The sequences that have tokens, the longest first, and their lengths."""
+    order = sorted((n for n, span in enumerate(spans) if span), key=lambda n: -len(spans[n]))
+    return order, [len(spans[n]) for n in order]
 
 
 def _positions(numbers: Sequence[int], like: Tensor) -> Tensor:

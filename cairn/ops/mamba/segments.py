@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,11 @@ def expect_starts(op: str, name: str, starts: Tensor, tokens: int, like: Tensor)
         refuse(op, name, f"is {found}: it must ascend from 0 to {tokens} at most")
 
 
-def bounds(starts: Tensor | None, batch: int, tokens: int) -> list[int]:
-    """Where sequences begin, and the end, in [batch * tokens] rows: as `starts` says, or one
-    sequence of `tokens` after the other."""
-    if starts is not None:
-        return [int(start) for start in starts.tolist()]
-    return [row * tokens for row in range(batch + 1)]
+def spans(starts: Tensor | None, batch: int, tokens: int) -> list[range]:
+    """The tokens of every sequence, of [batch * tokens] rows: as `starts` says, or one sequence of
+    `tokens` after the other."""
+    bounds = [row * tokens for row in range(batch + 1)] if starts is None else starts.tolist()
+    return [range(first, end) for first, end in itertools.pairwise(bounds)]
 
 
 def regular(batch: int, tokens: int, device: torch.device) -> Tensor:

@@ -26,38 +26,50 @@ scale e^G l; e^(G_n - G) l."""
 
 
 @triton.jit
-def chunk_of(starts, first, length, program, count, COUNT: tl.constexpr):
-    """Of a program's chunk: its sequence (`count` or more: there is none), the slot of its first
-    place relative to the step, where the sequence begins and ends; and the end of all sequences.
+def chunk_table_kernel(
+    starts, first, table, before, count, length, most, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of one sequence, its chunks in the table [most, 4]: sequence, place of the chunk's first
+    token in the step, where the sequence begins and ends; and how many chunks there are before
+    them. The last sequence marks those that there are not: -1.
 
     starts: [count + 1], or None: sequences have `length` tokens. first: [count], slots of first
     tokens, or None: 0.
     """
-    number = tl.arange(0, COUNT)
-    known = number < count
+    number, other = tl.program_id(0), tl.arange(0, COUNT)
+    earlier = other < number
     if starts is None:
-        begin, end = number * length, (number + 1) * length
+        own_begin = number * length
+        own_end = own_begin + length
+        begin, end = other * length, other * length + length
     else:
-        begin = tl.load(starts + number, mask=known, other=0).to(tl.int32)
-        end = tl.load(starts + number + 1, mask=known, other=0).to(tl.int32)
+        own_begin = tl.load(starts + number).to(tl.int32)
+        own_end = tl.load(starts + number + 1).to(tl.int32)
+        begin = tl.load(starts + other, mask=earlier, other=0).to(tl.int32)
+        end = tl.load(starts + other + 1, mask=earlier, other=0).to(tl.int32)
     if first is None:
-        shift = tl.zeros_like(begin)
+        shift, own_shift = tl.zeros_like(begin), 0
     else:
-        shift = tl.load(first + number, mask=known, other=0).to(tl.int32) % GRID
-    empty = ~known | (end == begin)
-    chunks = tl.where(empty, 0, (shift + end - begin + GRID - 1) // GRID)
-    behind = tl.cumsum(chunks, 0)
-    sequence = tl.sum((behind <= program).to(tl.int32), 0)
-    own = number == sequence
-    before = tl.sum(tl.where(own, behind - chunks, 0), 0)
-    own_begin, own_end = tl.sum(tl.where(own, begin, 0), 0), tl.sum(tl.where(own, end, 0), 0)
-    at = own_begin - tl.sum(tl.where(own, shift, 0), 0) + (program - before) * GRID
-    return sequence, at, own_begin, own_end, tl.max(tl.where(known, end, 0), 0)
+        shift = tl.load(first + other, mask=earlier, other=0).to(tl.int32) % GRID
+        own_shift = tl.load(first + number).to(tl.int32) % GRID
+    chunks = tl.where(earlier & (end > begin), (shift + end - begin + GRID - 1) // GRID, 0)
+    behind = tl.sum(chunks, 0)
+    own = tl.where(own_end > own_begin, (own_shift + own_end - own_begin + GRID - 1) // GRID, 0)
+    tl.store(before + number, behind)
+    # Those behind the last sequence's are marked too.
+    rows = tl.where(number == count - 1, most - behind, own)
+    for i in range(0, rows, BLOCK):
+        chunk = i + tl.arange(0, BLOCK)
+        at, inside = table + (behind + chunk) * 4, chunk < rows
+        tl.store(at, tl.where(chunk < own, number, -1), mask=inside)
+        tl.store(at + 1, own_begin - own_shift + chunk * GRID, mask=inside)
+        tl.store(at + 2, own_begin, mask=inside)
+        tl.store(at + 3, own_end, mask=inside)
 
 
 @triton.jit
-def inverse(a, PRECISION: tl.constexpr):
-    """(I + a)^-1 of a [64, 64] that has nothing on the diagonal and above."""
+def inverse_by_rows(a):
+    """(I + the blocks of INNER x INNER on the diagonal of a [64, 64])^-1."""
     outer: tl.constexpr = GRID // INNER
     i = tl.arange(0, GRID)
     block = i // INNER
@@ -74,45 +86,59 @@ def inverse(a, PRECISION: tl.constexpr):
         found = tl.where(here, found - change[:, None, :], found)
     x = tl.arange(0, outer)
     same = (x[:, None] == x[None, :])[:, None, :, None]
-    t = tl.reshape(tl.where(same, found[:, :, None, :], 0.0), (GRID, GRID))
-    # Two blocks side by side: what is below the diagonal is -T A T.
-    size: tl.constexpr = INNER
-    for level in tl.static_range(2):
-        inner, wider = i // (size << level), i // (size << (level + 1))
+    return tl.reshape(tl.where(same, found[:, :, None, :], 0.0), (GRID, GRID))
+
+
+@triton.jit
+def inverse(a, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1 of a [64, 64] that has nothing on the diagonal and above. Of two inverted blocks
+    side by side on the diagonal, what is below them is -T A T. ROWS: blocks of INNER x INNER are
+    inverted row by row; else those of 2 x 2 are the first."""
+    i = tl.arange(0, GRID)
+    first: tl.constexpr = 4 if ROWS else 1
+    if ROWS:
+        t = inverse_by_rows(a)
+    else:
+        pair = (i[:, None] // 2 == i[None, :] // 2) & (i[:, None] > i[None, :])
+        t = tl.where(i[:, None] == i[None, :], 1.0, tl.where(pair, -a, 0.0))
+    for level in tl.static_range(first, 6):
+        inner, wider = i >> level, i >> (level + 1)
         lower = (inner[:, None] > inner[None, :]) & (wider[:, None] == wider[None, :])
-        below = tl.where(lower, a, 0.0)
-        below = tl.dot(below, t, input_precision=PRECISION)
+        below = tl.dot(tl.where(lower, a, 0.0), t, input_precision=PRECISION)
         t -= tl.dot(t, below, input_precision=PRECISION)
     return t
 
 
 @triton.jit
 def chunk_kernel(
-    q, k, a, b, a_log, dt_bias, starts, first, slots, weights, scores, factors, decays, out,
+    q, k, a, b, a_log, dt_bias, starts, stored, table, weights, scores, factors, decays, out,
     tokens, count, length, scale, beta, threshold, q_token, q_head, k_token, k_head,
     a_token, b_token, HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, COUNT: tl.constexpr, NORMALISED: tl.constexpr,
-    RAW: tl.constexpr, FEW_APART: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr, RAW: tl.constexpr,
+    FEW_APART: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one chunk does in one value head: T, P and the factors; behind all sequences o = 0.
 
-    RAW: a and b are projections; else the logarithm of the decay and the strength. FEW_APART: a
-    last chunk of up to FEW tokens is left out. weights, scores: [T, HEADS, 64], rows of T and P.
-    factors: [T, HEADS, FACTORS]. decays: [chunks, HEADS], e^(G_n).
+    RAW: a and b are projections; else the logarithm of the decay and the strength. FEW_APART: of
+    sequences of more than FEW tokens a last chunk of up to FEW is left out, others are whole. ROWS:
+    as of `inverse`. table: as of `chunk_table_kernel`. weights, scores: [T, HEADS, 64], rows of T
+    and P. factors: [T, HEADS, FACTORS]. decays: [chunks, HEADS], e^(G_n).
     """
     program, head = tl.program_id(0), tl.program_id(1)
-    sequence, at, begin, end, all_end = chunk_of(starts, first, length, program, count, COUNT)
+    all_end = count * length if starts is None else tl.load(starts + count).to(tl.int32)
     i = tl.arange(0, GRID)
     line = tl.arange(0, BLOCK_V)
     spare = program * GRID + i
     empty = ((spare >= all_end) & (spare < tokens))[:, None] & (line < V)[None, :]
     place = (spare.to(tl.int64)[:, None] * HEADS + head) * V + line[None, :]
     tl.store(out + place, tl.zeros((GRID, BLOCK_V), out.dtype.element_ty), mask=empty)
-    if sequence >= count:
+    sequence, at = tl.load(table + program * 4), tl.load(table + program * 4 + 1)
+    begin, end = tl.load(table + program * 4 + 2), tl.load(table + program * 4 + 3)
+    if sequence < 0:
         return
     if FEW_APART:
-        few = end - tl.maximum(at, begin) <= FEW
-        if few & (tl.load(slots + sequence) >= 0):
+        few = (at + GRID >= end) & (end - at <= FEW) & (tl.load(stored + sequence) >= 0)
+        if few | (end - begin <= FEW):
             return
     token = (at + i).to(tl.int64)
     inside = (token >= begin) & (token < end)
@@ -144,8 +170,7 @@ def chunk_kernel(
     products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
     below = i[:, None] > i[None, :]
     t = inverse(
-        tl.where(below, (strength * k_length)[:, None] * products * d, 0.0),
-        "ieee" if PRECISION == "ieee" else "tf32",
+        tl.where(below, (strength * k_length)[:, None] * products * d, 0.0), ROWS, PRECISION
     )
     products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     p = (scale * q_length)[:, None] * products * d
@@ -162,11 +187,10 @@ def chunk_kernel(
 
 @triton.jit
 def carry_kernel(
-    q, k, v, weights, scores, factors, decays, out, pool, slots, begun, starts, first,
-    count, length, q_token, q_head, k_token, k_head, v_token, v_head, HEADS: tl.constexpr,
+    q, k, v, weights, scores, factors, decays, before, out, pool, slots, stored, begun, starts,
+    first, length, q_token, q_head, k_token, k_head, v_token, v_head, HEADS: tl.constexpr,
     EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, COUNT: tl.constexpr, FEW_APART: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, FEW_APART: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One sequence in one value head, BLOCK_V columns of its state, from chunk to chunk.
 
@@ -174,26 +198,29 @@ def carry_kernel(
     """
     parts: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     part, head, number = tl.program_id(0) % parts, tl.program_id(0) // parts, tl.program_id(1)
-    begin, end, shift, before = place_of(starts, first, length, number, count, COUNT)
+    begin = number * length if starts is None else tl.load(starts + number).to(tl.int32)
+    end = begin + length if starts is None else tl.load(starts + number + 1).to(tl.int32)
+    shift = 0 if first is None else tl.load(first + number).to(tl.int32) % GRID
+    chunk = tl.load(before + number)
     slot = number.to(tl.int64) if slots is None else tl.load(slots + number).to(tl.int64)
+    target = slot if stored is None else tl.load(stored + number).to(tl.int64)
     used = slot >= 0
     if begun is not None:
         used = used & tl.load(begun + number).to(tl.int1)
     chunks = tl.where(end > begin, (shift + end - begin + GRID - 1) // GRID, 0)
     if FEW_APART:
-        # The last one may be left out.
-        rest = end - tl.maximum(begin, begin - shift + (chunks - 1) * GRID)
-        chunks -= ((rest <= FEW) & (end > begin) & (slot >= 0)).to(tl.int32)
-        if (chunks == 0) & (end > begin):
+        if (end - begin <= FEW) & (end > begin):
             return
+        rest = end - (begin - shift + (chunks - 1) * GRID)
+        chunks -= ((rest <= FEW) & (target >= 0)).to(tl.int32)
     i, column = tl.arange(0, GRID), tl.arange(0, BLOCK_K)
     line = part * BLOCK_V + tl.arange(0, BLOCK_V)
     wide, high = column < K, line < V
-    cell = (slot * HEADS + head) * (V * K) + line[None, :] * K + column[:, None]
+    cell = head * (V * K) + line[None, :] * K + column[:, None]
     held = wide[:, None] & high[None, :]
     state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
     if pool is not None:
-        state = tl.load(pool + cell, mask=held & used, other=0.0)
+        state = tl.load(pool + slot * (HEADS * V * K) + cell, mask=held & used, other=0.0)
     key_head = head // EACH
     dtype = v.dtype.element_ty
     for n in tl.range(0, chunks, num_stages=STAGES):
@@ -214,7 +241,7 @@ def carry_kernel(
         read = tl.load(place + 1, mask=inside, other=0.0)
         seen = tl.load(place + 2, mask=inside, other=0.0)
         left = tl.load(place + 3, mask=inside, other=0.0)
-        decay = tl.load(decays + (before + n) * HEADS + head)
+        decay = tl.load(decays + (chunk + n) * HEADS + head)
         rounded = state.to(dtype)
         x = tl.dot(key, rounded, input_precision=PRECISION)
         x = strength[:, None] * value.to(tl.float32) - read[:, None] * x
@@ -226,25 +253,4 @@ def carry_kernel(
         new = (left[:, None] * new).to(dtype)
         state = decay * state + tl.dot(tl.trans(key), new, input_precision=PRECISION)
     if pool is not None:
-        tl.store(pool + cell, state, mask=held & (slot >= 0))
-
-
-@triton.jit
-def place_of(starts, first, length, number, count, COUNT: tl.constexpr):
-    """Where a sequence begins and ends, the place of its first token in its chunk, and how many
-    chunks there are before its own; arguments as of `chunk_of`."""
-    if starts is None:
-        begin = number * length
-        return begin, begin + length, 0, number * ((length + GRID - 1) // GRID)
-    other = tl.arange(0, COUNT)
-    earlier = other < number
-    own_begin = tl.load(starts + number).to(tl.int32)
-    own_end = tl.load(starts + number + 1).to(tl.int32)
-    begin = tl.load(starts + other, mask=earlier, other=0).to(tl.int32)
-    end = tl.load(starts + other + 1, mask=earlier, other=0).to(tl.int32)
-    shift, own_shift = tl.zeros_like(begin), 0
-    if first is not None:
-        shift = tl.load(first + other, mask=earlier, other=0).to(tl.int32) % GRID
-        own_shift = tl.load(first + number).to(tl.int32) % GRID
-    chunks = tl.where(end > begin, (shift + end - begin + GRID - 1) // GRID, 0)
-    return own_begin, own_end, own_shift, tl.sum(chunks, 0)
+        tl.store(pool + target * (HEADS * V * K) + cell, state, mask=held & (target >= 0))

@@ -66,27 +66,34 @@ def conv_tokens_kernel(
     y = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
     if bias is not None:
         y += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+    # Offsets inside the tile fit in 32 bits.
+    x += row * TOKENS * x_token + part.to(tl.int64) * CHANNELS * x_channel
+    place = tl.arange(0, TOKENS)[:, None] * x_token + tl.arange(0, CHANNELS)[None, :] * x_channel
+    early = tl.min(tl.where(known, token - begin, WIDTH), 0) < WIDTH - 1
     for tap in tl.static_range(WIDTH):
-        source = token - (WIDTH - 1 - tap)
-        own = inside & (source >= begin)[:, None]
-        place = source.to(tl.int64)[:, None] * x_token + channel.to(tl.int64)[None, :] * x_channel
-        value = tl.load(x + place, mask=own, other=0.0).to(tl.float32)
-        if states is not None and tap < WIDTH - 1:
-            column = (SIZE + source - begin)[:, None]
-            value += past(
-                states, slot.to(tl.int64)[:, None], used[:, None], channel.to(tl.int64)[None, :],
-                column, state_stride, state_channel, inside & (source < begin)[:, None],
-            )  # fmt: skip
+        back = WIDTH - 1 - tap
+        source = token - back
+        value = tl.load(
+            x - back * x_token + place, mask=inside & (source >= begin)[:, None], other=0.0
+        ).to(tl.float32)
+        if states is not None and tap < WIDTH - 1:  # noqa: SIM102 - only `early` is known late
+            if early:
+                value += past(
+                    states, slot.to(tl.int64)[:, None], used[:, None],
+                    channel.to(tl.int64)[None, :], (SIZE + source - begin)[:, None],
+                    state_stride, state_channel, inside & (source < begin)[:, None],
+                )  # fmt: skip
         at = weight + channel * weight_channel + tap * weight_tap
         factor = tl.load(at, mask=channel < channels, other=0.0).to(tl.float32)
         y += factor[None, :] * value
     y = activated(y, SILU)
     if SKIPPED is not None:
-        place = token.to(tl.int64)[:, None] * x_token + channel.to(tl.int64)[None, :] * x_channel
         same = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         y = tl.where((slot == SKIPPED)[:, None], same, y)
     y = tl.where(known[:, None], y, 0.0)
-    place = token.to(tl.int64)[:, None] * out_token + channel.to(tl.int64)[None, :] * out_channel
+    out += row * TOKENS * out_token + part.to(tl.int64) * CHANNELS * out_channel
+    place = tl.arange(0, TOKENS)[:, None] * out_token
+    place += tl.arange(0, CHANNELS)[None, :] * out_channel
     written = (token < tokens)[:, None] & (channel < channels)[None, :]
     tl.store(out + place, y.to(out.dtype.element_ty), mask=written)
 
@@ -126,7 +133,7 @@ def convolve_back(
 
 @triton.jit(early=())
 def conv_sequences_kernel(
-    x, weight, bias, states, starts, slots, begun, ring, out, channels, length,
+    x, weight, bias, states, starts, slots, stored, begun, ring, out, channels, tokens, length,
     x_token, x_channel, x_batch, out_token, out_channel, out_batch, weight_channel, weight_tap,
     state_stride, state_channel, SIZE: tl.constexpr, WIDTH: tl.constexpr, SKIPPED: tl.constexpr,
     SILU: tl.constexpr, CONVOLVE: tl.constexpr, UPDATE: tl.constexpr, COLUMNS: tl.constexpr,
@@ -136,8 +143,9 @@ def conv_sequences_kernel(
     CONVOLVE, then the state if UPDATE.
 
     starts: [N + 1], or None: sequence n is x[n] with `length` tokens. ring: [N], tokens before
-    these, of states that are rings; None: states are shifted. begun None: all have a state. PDL: as
-    in `await_previous`.
+    these, of states that are rings; None: states are shifted. stored: slots of the states behind
+    the tokens, or None: `slots`. begun None: all have a state. tokens: of all; those behind the
+    last sequence get 0. PDL: as in `await_previous`.
     """
     await_previous(PDL)
     number, part = row_and_part(PROGRAMS)
@@ -145,10 +153,12 @@ def conv_sequences_kernel(
     inside = channel < channels
     if starts is not None:
         begin = tl.load(starts + number).to(tl.int64)
+        rest = (tokens - begin).to(tl.int32)
         length = (tl.load(starts + number + 1) - begin).to(tl.int32)
         x += begin * x_token
         out += begin * out_token
     else:
+        rest = length
         x += number * x_batch
         out += number * out_batch
     slot = number if slots is None else tl.load(slots + number).to(tl.int64)
@@ -159,6 +169,7 @@ def conv_sequences_kernel(
     live = inside
     if SKIPPED is not None:
         live = inside & (slot != SKIPPED)
+    target = slot if stored is None else tl.load(stored + number).to(tl.int64)
     state = states + slot * state_stride + channel[:, None] * state_channel
     column = tl.arange(0, COLUMNS)
     if UPDATE:
@@ -168,7 +179,7 @@ def conv_sequences_kernel(
         else:
             moved = ((column - before) % SIZE + SIZE) % SIZE
             kept, old = moved < length, column
-        wanted = live[:, None] & (column < SIZE)[None, :] & (slot >= 0)
+        wanted = live[:, None] & (column < SIZE)[None, :] & (target >= 0)
         fresh = (moved >= 0)[None, :] & (moved < length)[None, :]
         last = x + channel[:, None] * x_channel + moved.to(tl.int64)[None, :] * x_token
         after = tl.load(last, mask=wanted & fresh, other=0.0).to(tl.float32)
@@ -183,6 +194,11 @@ def conv_sequences_kernel(
         )  # fmt: skip
     if UPDATE:
         tl.debug_barrier()
+        state = states + target * state_stride + channel[:, None] * state_channel
         tl.store(
             state + column[None, :], after.to(states.dtype.element_ty), mask=wanted & kept[None, :]
         )
+    if CONVOLVE and number == tl.num_programs(0) // PROGRAMS - 1:
+        for i in range(length, rest):
+            at = out + (tl.zeros_like(channel) + i) * out_token + channel * out_channel
+            tl.store(at, tl.zeros(channel.shape, out.dtype.element_ty), mask=inside)

@@ -38,41 +38,66 @@ def normed(x, NORMALISED: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6) if NORMALISED else x
 
 
+@triton.jit
+def shifted(x, shift, inside):
+    """The sum of what lies at two addresses, float32."""
+    number = tl.load(x, mask=inside, other=0.0).to(tl.float32)
+    return number + tl.load(shift, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def place_in(starts, number, length):
+    """Where a sequence begins and ends; see `recurrent_kernel`."""
+    begin, end = number * length, number * length + length
+    if starts is not None:
+        begin = tl.load(starts + number).to(tl.int64)
+        end = tl.load(starts + number + 1).to(tl.int64)
+    return begin, end
+
+
+@triton.jit
+def clear(at, first, end, stride, inside):
+    """0 at addresses of tokens first .. end - 1."""
+    for token in range(first, end):
+        tl.store(at + token * stride, tl.zeros(at.shape, at.dtype.element_ty), mask=inside)
+
+
 @triton.jit(early=())
 def recurrent_kernel(
-    q, k, v, a, b, a_log, dt_bias, out, pool, slots, begun, starts, first, buffer, rows, parents,
-    trail, length, scale, beta, threshold, q_token, q_head, k_token, k_head, v_token, v_head,
-    a_token, a_head, b_token, buffer_stride, parents_stride, trail_stride, HEADS: tl.constexpr,
-    EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr, BY_COLUMN: tl.constexpr, UPDATE: tl.constexpr,
-    PDL: tl.constexpr,
+    q, k, v, a, b, a_log, dt_bias, out, pool, slots, stored, begun, starts, first, buffer, rows,
+    parents, trail, tokens, length, scale, beta, threshold, q_token, q_head, k_token, k_head,
+    v_token, v_head, a_token, a_head, b_token, buffer_stride, parents_stride, trail_stride,
+    HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr,
+    BY_COLUMN: tl.constexpr, UPDATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence in one value head, BLOCK_V rows of its state.
 
-    starts: [N + 1], or None: each sequence has `length` tokens. first: [N], slot of each sequence's
-    first token: only the tokens behind the last multiple of GRID are run, and only if they are
-    FEW at most, for the others have been run; None: all are run. buffer, rows: the state after each
-    token goes there. parents: [N, steps], whose state a step goes on from, out of `trail` [N,
-    steps, HEADS, V, K]. BY_COLUMN: `a` has a decay for each column of the state. EACH: value heads
-    of a key head. PDL: as in `await_previous`.
+    starts: [N + 1], or None: each sequence has `length` tokens. tokens: of all; those behind the
+    last sequence get 0. stored: slots of the states behind the tokens, or None: `slots`. first:
+    [N], slots of first tokens: of sequences of more than FEW tokens only those behind the last
+    multiple of GRID are run, if they are FEW at most, for the others have been run; None: all are
+    run. buffer, rows: the state after each token goes there. parents: [N, steps], whose state a
+    step goes on from, out of `trail` [N, steps, HEADS, V, K]. BY_COLUMN: `a` has a decay for each
+    column of the state. EACH: value heads of a key head. PDL: as in `await_previous`.
     """
     await_previous(PDL)
     program, part = row_and_part((V + BLOCK_V - 1) // BLOCK_V)
     number, head = program // HEADS, program % HEADS
-    begin = number * length if starts is None else tl.load(starts + number).to(tl.int64)
-    end = begin + length if starts is None else tl.load(starts + number + 1).to(tl.int64)
+    begin, end = place_in(starts, number, length)
     slot = number if slots is None else tl.load(slots + number).to(tl.int64)
+    target = slot if stored is None else tl.load(stored + number).to(tl.int64)
     used = slot >= 0
     if begun is not None:
         used = used & tl.load(begun + number).to(tl.int1)
     if first is not None:
         slot_of_first = tl.load(first + number).to(tl.int64)
         behind = (slot_of_first + end - begin) // GRID * GRID - slot_of_first
-        tail = tl.maximum(begin, begin + behind)
-        if (end - tail > FEW) | (end == tail) | (slot < 0):
+        tail = tl.where(end - begin <= FEW, begin, tl.maximum(begin, begin + behind))
+        if (end - tail > FEW) | (end == tail) | ((tail > begin) & (target < 0)):
             return
         # What was run before has left its state.
-        used = used | (tail > begin)
+        slot, used = tl.where(tail > begin, target, slot), used | (tail > begin)
         begin = tail
     column, line = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
     wide, high = column < K, line < V
@@ -97,11 +122,11 @@ def recurrent_kernel(
         key = tl.load(k + token * k_token + key_head * k_head + column, mask=wide, other=0.0)
         value = tl.load(v + token * v_token + head * v_head + line, mask=high, other=0.0)
         if BY_COLUMN:
-            x = tl.load(a + token * a_token + head * a_head + column, mask=wide, other=0.0)
-            shift = tl.load(dt_bias + head * K + column, mask=wide, other=0.0)
+            at = a + token * a_token + head * a_head + column
+            x = shifted(at, dt_bias + head * K + column, wide)
         else:
-            x, shift = tl.load(a + token * a_token + head), tl.load(dt_bias + head)
-        decay = tl.exp(log_decay(rate, x.to(tl.float32) + shift.to(tl.float32), beta, threshold))
+            x = shifted(a + token * a_token + head, dt_bias + head, True)
+        decay = tl.exp(log_decay(rate, x, beta, threshold))
         strength = sigmoid(tl.load(b + token * b_token + head).to(tl.float32))
         query = normed(query.to(tl.float32), NORMALISED) * scale
         key = normed(key.to(tl.float32), NORMALISED)
@@ -118,4 +143,6 @@ def recurrent_kernel(
             at = trail + number * trail_stride + (token - begin) * (HEADS * V * K) + cell
             tl.store(at, state, mask=inside)
     if UPDATE:
-        tl.store(pool + slot * (HEADS * V * K) + cell, state, mask=inside & (slot >= 0))
+        tl.store(pool + target * (HEADS * V * K) + cell, state, mask=inside & (target >= 0))
+    if (number + 1) * (HEADS * ((V + BLOCK_V - 1) // BLOCK_V)) >= tl.num_programs(0):
+        clear(out + head * V + line, end, tokens, HEADS * V, high)

@@ -1,0 +1,75 @@
+"""Where the rows of a step begin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.call import Call
+from cairn.ops.checks import INT64, check_least, expect
+from cairn.ops.mamba.kernels.rows import ragged_rows_kernel
+from cairn.ops.registry import op
+
+NOBODY = -1
+BLOCK = 1024
+"""Tokens that the kernel looks at together."""
+
+
+@op
+def ragged_rows(row: Tensor, slot: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The sequences of a step, of which the host knows only that they are `most` at most.
+
+    Args:
+        row: [T] int64, whose token it is; a row's tokens stand side by side.
+        slot: [T] int64, its place in the row; -1: padding, which stands behind all others.
+        most: N.
+    Returns:
+        starts [N + 1] int32, where rows begin, and behind the last one the end of all; rows [N]
+        int32, -1 behind the last one; slots of their first tokens [N] int32, 0 behind it.
+    Raises:
+        BadArgument: for another shape, dtype or device.
+    """
+    real = slot >= 0
+    begins = real.clone()
+    begins[1:] &= (row[1:] != row[:-1]) | ~real[:-1]
+    place = begins.nonzero()[:most, 0]
+    starts = real.sum().expand(most + 1).to(torch.int32).clone()
+    rows = torch.full((most,), NOBODY, dtype=torch.int32, device=row.device)
+    first = torch.zeros(most, dtype=torch.int32, device=row.device)
+    starts[: len(place)] = place.int()
+    rows[: len(place)], first[: len(place)] = row[place].int(), slot[place].int()
+    return starts, rows, first
+
+
+@ragged_rows.fake
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (call.most + 1, call.most, call.most)
+    first, second, third = (
+        torch.empty(n, dtype=torch.int32, device=call.row.device) for n in sizes
+    )
+    return first, second, third
+
+
+@ragged_rows.check
+def _(call: Call) -> None:
+    expect("ragged_rows", "row", call.row, 1, INT64)
+    expect("ragged_rows", "slot", call.slot, call.row.shape, INT64, call.row)
+    check_least("ragged_rows", "most", call.most, 1)
+
+
+@ragged_rows.implementation("triton", devices=gpu.DEVICES)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (call.most + 1, call.most, call.most)
+    starts, rows, first = (gpu.empty((n,), torch.int32, call.row.device) for n in sizes)
+    ragged_rows_kernel[(1,)](
+        row=call.row.contiguous(),
+        slot=call.slot.contiguous(),
+        starts=starts,
+        rows=rows,
+        first=first,
+        tokens=len(call.row),
+        most=call.most,
+        BLOCK=BLOCK,
+    )
+    return starts, rows, first
