@@ -27,6 +27,8 @@ BANDWIDTH_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 REPEATS = 5
 BIAS_BYTES = SCALE_BYTES = 4
+FP8_BYTES = 1
+"""Of a quantised number of a matrix; a scale is of thousands of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +123,13 @@ def decode_bytes(
         spec: the model.
         slots: slots of each sequence before the step.
         batch: sequences, one query each.
-        dtype: of weights and cache.
+        dtype: of weights that are not quantised, and of the cache.
         quantized: keys and values have a byte a number, and one more a slot and head; latents and
             index keys a byte and a scale (fp8_ds).
     """
     size = ELEMENT_SIZE[dtype]
-    weights = sum(_read_parameters(spec, layer, batch) for layer in spec.layers) * size
+    stored = size if spec.quantization is None else FP8_BYTES
+    weights = sum(_read_parameters(spec, layer, batch) for layer in spec.layers) * stored
     weights += spec.vocab_size * spec.hidden_size * size
     rows = batch * spec.hidden_size * size
     read = sum(_query_bytes(spec, mixer, slots, size, quantized) for mixer in spec.mixers)

@@ -236,6 +236,90 @@ _GLM_SLICE: dict[str, Any] = {
 }
 """GLM-5's widths and nine of its 78 layers, in float8: they fit one GPU of 80 GB."""
 
+_QWEN_3_8B: dict[str, Any] = _DENSE | {
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+_QWEN_35: dict[str, Any] = {
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "vocab_size": 248320,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "attention_bias": False,
+    "eos_token_id": 248046,
+}
+
+_QWEN_35_2B = _QWEN_35 | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
+
+_QWEN_35_9B = _QWEN_35 | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "linear_num_value_heads": 32,
+    "tie_word_embeddings": False,
+}
+
+_QWEN_35_35B = _QWEN_35 | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 32,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "345m": {
         "hsa": _BLOCK_345M | _LANDMARKS_345M,
@@ -249,11 +333,15 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "dsa-lite-fp8": {"dsa": _DSA_LITE | {"quantization_config": _FLOAT8}},
     "glm-slice": {"dsa": _GLM_SLICE},
     "v4-slice": {"compressed": _V4_SLICE},
+    "q35-2b": {"hybrid": _QWEN_35_2B},
+    "q35-9b": {"hybrid": _QWEN_35_9B},
+    "q35-35b-a3b": {"hybrid": _QWEN_35_35B},
+    "qwen3-8b": {"dense": _QWEN_3_8B},
 }
 """Shape -> attention kind ("hsa"; "dense": the same layers without landmarks; "dsa": latent
 attention over tokens that an indexer selects; "compressed": over a window and entries that stand
-for earlier tokens) -> config.json."""
-KINDS = ("hsa", "dense", "dsa", "compressed")
+for earlier tokens; "hybrid": gated delta nets between layers of full attention) -> config.json."""
+KINDS = ("hsa", "dense", "dsa", "compressed", "hybrid")
 
 
 def kinds_of(shape: str) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ shape_option = click.option(
     "--shape",
     metavar="NAME",
     help="A published geometry with random weights: 345m, 7b, dsa-lite, dsa-lite-fp8,"
-    " glm-slice or v4-slice.",
+    " glm-slice, v4-slice, q35-2b, q35-9b, q35-35b-a3b or qwen3-8b.",
 )
 output_option = click.option(
     "--output",

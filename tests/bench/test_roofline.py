@@ -2,7 +2,7 @@ import pytest
 
 from cairn.bench import roofline
 from cairn.bench.roofline import Roofline
-from cairn.bench.shapes import config_of
+from cairn.bench.shapes import SHAPES, config_of
 from cairn.models.registry import load_spec, measure_weights
 from cairn.specs.hils import HilsSpec
 from tests.specs import parameter_count
@@ -128,3 +128,26 @@ def test_shapes_that_select_tokens_fit_one_gpu(shape, parameters, gigabytes):
     count, size = measure_weights(load_spec(config_of(shape, "dsa")), "bfloat16")
     assert count == pytest.approx(parameters, rel=0.02)
     assert size < gigabytes * 1e9 < 72e9
+
+
+HYBRIDS = {
+    # Parameters in billions; milliseconds at 3 TB/s of a step of 1 row and of 64, at 8192 slots. Of
+    # quantised layers all but embedding and head have a byte a number.
+    "q35-2b": (1.88, 1.30, 4.24),
+    "q35-9b": (8.95, 5.41, 13.2),
+    "q35-35b-a3b": (34.7, 1.25, 16.5),
+    "qwen3-8b": (8.19, 5.45, 30.8),
+}
+
+
+@pytest.mark.parametrize("shape", HYBRIDS)
+def test_published_geometries(shape):
+    """Names hold, and floors are what was worked out by hand."""
+    billions, *floors = HYBRIDS[shape]
+    (kind,) = SHAPES[shape]
+    spec = load_spec(config_of(shape, kind))
+    parameters, _ = measure_weights(spec, "bfloat16")
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    line = Roofline(bandwidth=3e12, gemm=8e14, dtype="bfloat16", device="cpu")
+    for batch, floor in zip((1, 64), floors, strict=True):
+        assert line.decode_floor(spec, 8192, batch) * 1e3 == pytest.approx(floor, rel=0.02)
