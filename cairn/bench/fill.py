@@ -51,6 +51,8 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
                     )
                 for group, held in enumerate((lease.pages, lease.window)):
                     _fill(pools, group, held[first - last :])
+                if last == pages and cache.states is not None:
+                    _fill_state(pools, cache.take_snapshot(lease, last, trailing=False))
                 cache.commit(lease, tokens, last * cache.slots.tokens_per_page)
         finally:
             cache.close(lease)
@@ -72,6 +74,19 @@ def _fill(pools: CachePools, group: int, pages: Sequence[int]) -> None:
                 )
             else:
                 tensor[index] = _random_pages(len(index), tensor)
+
+
+def _fill_state(pools: CachePools, snapshot: int | None) -> None:
+    """Write a snapshot of the states of recurrent layers."""
+    if snapshot is None:
+        raise OutOfMemory(
+            f"{pools.sizes.snapshots} snapshots of recurrent states are too few for the prompts of "
+            "this cell",
+            "Raise --kv-cache-memory",
+        )
+    for state in pools.states():
+        place = state[pools.first_snapshot + snapshot]
+        place.copy_(torch.randn(place.shape, dtype=place.dtype, device=place.device))
 
 
 def _random_pages(count: int, pool: Tensor) -> Tensor:
