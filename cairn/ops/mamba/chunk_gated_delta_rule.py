@@ -10,7 +10,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, expect, refuse
-from cairn.ops.mamba import launch, recurrence, segments, states
+from cairn.ops.mamba import launch, recurrence, segments, states, tuning
 from cairn.ops.mamba.recurrence import FEW
 from cairn.ops.registry import op
 
@@ -112,7 +112,12 @@ def _(call: Call) -> Tensor:
     of = launch.Sequences(count, call.q.shape[1], starts, call.initial_state_indices, begun=used)
     rule = launch.Rule(q, k, v, g, beta, None, None, scale, call.use_qk_l2norm_in_kernel)
     out = gpu.empty(call.v.shape, call.v.dtype, call.v.device)
-    launch.run_chunks(rule, call.initial_state, of, out.flatten(0, 1))
+    if not count:
+        return out.zero_()
+    if tuning.in_chunks(out.device):
+        launch.run_chunks(rule, call.initial_state, of, out.flatten(0, 1))
+    else:
+        launch.run_tokens(rule, call.initial_state, of, out.flatten(0, 1), tokens=len(v))
     return out
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT32, expect
-from cairn.ops.mamba import launch, recurrence, segments, states
+from cairn.ops.mamba import launch, recurrence, segments, states, tuning
 from cairn.ops.mamba.causal_conv1d_rows import expect_rows
 from cairn.ops.mamba.gates import expect_gates, log_decay, strength
 from cairn.ops.mamba.recurrence import CHUNK, FEW, Tokens
@@ -154,7 +154,7 @@ def _(call: Call) -> Tensor:
     out = gpu.empty(v.shape, v.dtype, v.device)
     if not of.count:
         out.zero_()
-    elif call.longest <= FEW:
+    elif call.longest <= FEW or not tuning.in_chunks(v.device):
         launch.run_tokens(
             rule, call.states, dataclasses.replace(of, first=None), out, tokens=len(v)
         )

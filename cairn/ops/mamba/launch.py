@@ -267,9 +267,6 @@ def run_chunks(
     # Of every sequence the first chunk and the last one may be cut off.
     most = -(-tokens // CHUNK) + min(of.count * (1 if of.first is None else 2), tokens)
     dtype, device = rule.v.dtype, out.device
-    if not of.count:
-        out.zero_()
-        return
     table = gpu.empty((most, 4), torch.int32, device)
     before = gpu.empty((of.count,), torch.int32, device)
     chunk_table_kernel[(of.count,)](

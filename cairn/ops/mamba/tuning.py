@@ -8,12 +8,20 @@ CONV_TOKENS, CONV_CHANNELS, CONV_WARPS = 32, 128, 4
 """Tokens and channels of a program of the convolution by tokens."""
 CONV_EACH, CONV_EACH_WARPS = 256, 4
 """Channels of a program of the convolution by sequences."""
+CHUNKS_ON_CUDA = False
+"""Whether a GPU runs long sequences in chunks: those kernels have read memory that is not theirs on
+an H200, why is not known. Until it is, tokens run one after the other."""
 CHUNK_WARPS, CHUNK_ROWS = 4, False
 """Warps of a program that works one chunk out, and whether it inverts its small blocks by rows."""
 TABLE = 64
 """Entries of the table of chunks that are written together."""
 BUSY = 128
 """States of which a few programs each fill a GPU."""
+
+
+def in_chunks(device: torch.device) -> bool:
+    """Whether long sequences run in chunks on a device; the interpreter's is a CPU."""
+    return CHUNKS_ON_CUDA or device.type != "cuda"
 
 
 def recurrent(high: int, wide: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cairn import ops
+from cairn.ops.mamba import tuning
 from cairn.ops.mamba.gated_delta_rule_rows import gated_delta_rule_rows
 from cairn.ops.mamba.recurrence import CHUNK, FEW
 
@@ -92,6 +93,38 @@ def test_cuts_at_borders_of_chunks_change_no_bit(
     assert torch.equal(whole.run([length]), parts.run(ends))
     assert torch.equal(whole.states[1], parts.states[1])
     assert torch.equal(whole.conv[1], parts.conv[1])
+
+
+@pytest.fixture
+def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU runs long sequences in chunks, which is not the default there."""
+    monkeypatch.setattr(tuning, "CHUNKS_ON_CUDA", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(3 * CHUNK + 20,), (40, 3 * CHUNK, 2 * CHUNK + 9) * 20])
+def test_chunks_on_a_gpu_give_what_tokens_give(
+    lengths: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    layer = Layer(NETS["cuda"], sum(lengths), "cuda", dtype)
+    n, count = layer.net, len(lengths)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    slots = torch.arange(count, dtype=torch.int32, device="cuda")
+    keys = n.key_heads * n.key_dim
+    q, k, v = layer.mixed.split((keys, keys, n.value_heads * n.value_dim), dim=1)
+    q, k = (x.unflatten(1, (n.key_heads, n.key_dim)) for x in (q, k))
+    v = v.unflatten(1, (n.value_heads, n.value_dim))
+    gates, where = (layer.a_log, layer.a, layer.dt_bias), (starts, slots, slots, slots < 0)
+    found = []
+    for longest in (max(lengths), FEW):  # the second runs token by token
+        states = torch.full((count, n.value_heads, n.value_dim, n.key_dim), torch.nan).cuda()
+        rest = (q, k, v, layer.b, states, *where, 5 * slots, longest)
+        found.append((ops.gated_delta_rule_rows(*gates, *rest).float(), states))
+    bound = 1e-5 if dtype == torch.float32 else 0.02
+    for got, wanted in zip(*found, strict=True):
+        assert float((got - wanted).norm() / wanted.norm()) < bound
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -46,6 +46,27 @@ def shifted(x, shift, inside):
 
 
 @triton.jit
+def gates(
+    a, b, a_log, dt_bias, head, column, wide, beta, threshold,
+    K: tl.constexpr, BY_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Decay and strength of a token in one head, whose `a` and `b` lie at these addresses; see
+    `recurrent_kernel`."""
+    strength = tl.load(b).to(tl.float32)
+    if a_log is None:
+        decay = tl.exp(tl.load(a).to(tl.float32))
+    else:
+        rate = tl.load(a_log + head).to(tl.float32)
+        if BY_COLUMN:
+            x = shifted(a + column, dt_bias + head * K + column, wide)
+        else:
+            x = shifted(a, dt_bias + head, True)
+        decay = tl.exp(log_decay(rate, x, beta, threshold))
+        strength = sigmoid(strength)
+    return decay, strength
+
+
+@triton.jit
 def place_in(starts, number, length):
     """Where a sequence begins and ends; see `recurrent_kernel`."""
     begin, end = number * length, number * length + length
@@ -79,7 +100,8 @@ def recurrent_kernel(
     multiple of GRID are run, if they are FEW at most, for the others have been run; None: all are
     run. buffer, rows: the state after each token goes there. parents: [N, steps], whose state a
     step goes on from, out of `trail` [N, steps, HEADS, V, K]. BY_COLUMN: `a` has a decay for each
-    column of the state. EACH: value heads of a key head. PDL: as in `await_previous`.
+    column of the state. a_log None: `a` is the logarithm of the decay, `b` the strength. EACH:
+    value heads of a key head. PDL: as in `await_previous`.
     """
     await_previous(PDL)
     program, part = row_and_part((V + BLOCK_V - 1) // BLOCK_V)
@@ -110,7 +132,6 @@ def recurrent_kernel(
     initial = state
     row = number if rows is None else tl.load(rows + number).to(tl.int64)
     key_head = head // EACH
-    rate = tl.load(a_log + head).to(tl.float32)
     for token in range(begin, end):
         if parents is not None:
             parent = tl.load(parents + number * parents_stride + token - begin).to(tl.int64)
@@ -121,13 +142,11 @@ def recurrent_kernel(
         query = tl.load(q + token * q_token + key_head * q_head + column, mask=wide, other=0.0)
         key = tl.load(k + token * k_token + key_head * k_head + column, mask=wide, other=0.0)
         value = tl.load(v + token * v_token + head * v_head + line, mask=high, other=0.0)
-        if BY_COLUMN:
-            at = a + token * a_token + head * a_head + column
-            x = shifted(at, dt_bias + head * K + column, wide)
-        else:
-            x = shifted(a + token * a_token + head, dt_bias + head, True)
-        decay = tl.exp(log_decay(rate, x, beta, threshold))
-        strength = sigmoid(tl.load(b + token * b_token + head).to(tl.float32))
+        at = a + token * a_token + head * a_head
+        decay, strength = gates(
+            at, b + token * b_token + head, a_log, dt_bias, head, column, wide, beta, threshold, K,
+            BY_COLUMN,
+        )  # fmt: skip
         query = normed(query.to(tl.float32), NORMALISED) * scale
         key = normed(key.to(tl.float32), NORMALISED)
         state *= decay[None, :] if BY_COLUMN else decay
