@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from cairn import ops
 from cairn.attention.batch import Batch, StepRows
+from cairn.attention.cuts import WHOLE, decode_cuts
 from cairn.attention.registry import Backends, cache_schema
 from cairn.cache.pools import CachePools, PoolSizes
 from cairn.cache.schema import PageFormat
@@ -211,3 +212,34 @@ def test_cutting_rows() -> None:
     assert parts(60, 4) == [(60, 4)]
     assert parts(60, 200) == [(60, 4), (64, 192), (256, 4)]
     assert parts(70, 3) == [(70, 3)]
+
+
+@pytest.mark.parametrize("decoding", [True, False])
+def test_a_step_whose_rows_the_host_does_not_know(decoding: bool) -> None:
+    """As in a graph: padding is nobody's, and all else is what it is where the host knows them."""
+    net, _ = net_of(SPEC)
+    lengths = {2: 1, 0: 1, 3: 1} if decoding else {2: 1, 0: 70, 3: 5}
+    before, total = 40, sum(lengths.values())
+    known, unknown = Rows(net, SPEC), Rows(net, SPEC)
+    for rows in (known, unknown):
+        rows.step([(number, 0, inputs(before, number)) for number in (2, 0)])
+    parts = [
+        (number, before if number in (2, 0) else 0, inputs(count, 7 + number))
+        for number, count in lengths.items()
+    ]
+    wanted = torch.cat(known.step(parts))
+    row = [number for number, _, x in parts for _ in x]
+    slot = [first + i for _, first, x in parts for i in range(len(x))]
+    padded = torch.tensor([*slot, -1, -1]), torch.tensor([*row, 4 if decoding else 0, 0])
+    none = torch.zeros(0, dtype=torch.int64)
+    batch = Batch(none, padded[0], padded[1], padded[0], (), none, none, 0)
+    cuts = decode_cuts(total + 2) if decoding else WHOLE
+    step = unknown.backends.step(batch, cuts)
+    x = torch.cat([*(x for _, _, x in parts), inputs(2, 99)])
+    with torch.inference_mode():
+        delta = net(Hidden(x), step.layers[0], Angles(padded[0], x.dtype))
+    assert isinstance(delta, Product)
+    got = delta.value()
+    assert torch.allclose(got[:total], wanted, atol=1e-5) and not got[total:].isnan().any()
+    for one, other in zip(known.pools.states(), unknown.pools.states(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5, equal_nan=True)
