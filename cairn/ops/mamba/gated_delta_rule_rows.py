@@ -77,7 +77,8 @@ def _tokens(
 
 
 def _load(pool: Tensor, slots: Tensor, begun: Tensor, count: int, v: Tensor) -> Tensor:
-    return states.load(pool, slots, begun, count, pool.shape[1:], v.device)
+    _, heads, high, wide = pool.shape
+    return states.load(pool, slots, begun, count, (heads, high, wide), v.device)
 
 
 def _store(pool: Tensor, stored: Tensor, state: Tensor) -> None:
