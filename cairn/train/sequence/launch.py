@@ -137,22 +137,8 @@ class SequenceAttention(torch.autograd.Function):
         blocks = -(-length // (ROWS // shape[1]))
         grid, sizes = (blocks, groups, batch), (length, heads, groups)
         precision = _precision(q)
-        kernels.window_kernel[grid](
-            q,
-            k,
-            v,
-            o,
-            lse,
-            *sizes,
-            dim**-0.5,
-            rule.window,
-            *shape,
-            ROWS,
-            rule.aligned,
-            rule.mask_landmarks,
-            precision,
-            num_warps=4,
-        )
+        masks = rule.window, *shape, ROWS, rule.aligned, rule.mask_landmarks, precision
+        kernels.window_kernel[grid](q, k, v, o, lse, *sizes, dim**-0.5, *masks, num_warps=4)
         ctx.rule = rule
         if not rule.topk:
             if rule.softmax1:
