@@ -375,8 +375,8 @@ def test_a_models_own_draft_layer():
         assert config.model.draft is model.draft_layer is not None
         assert len(config.model.mixers) == config.model.num_layers + 1
     for options, words in (
-        ({"speculative_eagle_topk": 2}, "eagle_topk is 2, but 1 guesses .* only 1 is possible"),
-        ({"speculative_num_draft_tokens": 4}, "draft_tokens is 4.* only 2 is possible"),
+        ({"speculative_num_draft_tokens": 4, "speculative_eagle_topk": 2}, "make 3 tokens"),
+        ({"speculative_num_draft_tokens": 4}, "draft_tokens is 4.* make 2 tokens"),
         ({"speculative_ngram_max_match_window_size": 4}, "NEXTN has no such option"),
     ):
         with pytest.raises(BadConfig, match=words):

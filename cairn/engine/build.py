@@ -160,7 +160,8 @@ def guess(core: EngineCore, config: EngineConfig) -> None:
         pages = int(core.scheduler.slots.pages_for(core.shape.max_model_len))
         # Branches have pages of their own, but no states, nor pages beside those.
         if asked.branches > 1 and core.cache.states is None and core.cache.window is None:
-            core.scheduler.trees = Trees(ngram, asked.branches, core.scheduler.slots, pages)
+            brancher = ngram if looking_up else head
+            core.scheduler.trees = Trees(brancher, asked.branches, core.scheduler.slots, pages)
 
 
 def limits_of(config: EngineConfig) -> Limits:

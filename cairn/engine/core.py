@@ -327,7 +327,7 @@ class EngineCore:
         if result.prompt_logprobs:
             self._take_prompt_logprobs(plan, result)
         now = self.clock()
-        sampled = self.scheduler.retire(plan, result.counts, result.guesses)
+        sampled = self.scheduler.retire(plan, result.counts, result.guesses, result.others)
         if not (plan.work or result.selection) and min(result.tokens) >= 0:
             together = self._together
             if together is None or together.requests is not sampled:

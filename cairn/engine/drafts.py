@@ -107,6 +107,10 @@ class HeadDrafter:
         """What the last step of the request said."""
         return request.guesses[:most]
 
+    def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
+        """See `Brancher`: other first guesses, with nothing behind them."""
+        return [[token] for token in request.others if token != guesses[0]][:count]
+
 
 @dataclass(slots=True)
 class DraftTotals:

@@ -107,6 +107,7 @@ class Request:
         drafting: a step in flight runs guesses of it: which tokens it has, and how far it is, is
             known when that step retires.
         guesses: what a draft layer guesses behind its tokens.
+        others: the likeliest of its first guesses.
         right, tried: guesses of it that were right, and that were compared, lately.
         doomed: to be released when the steps in flight have retired.
         failed: a step of it has failed: later ones, in flight already, go on from what it lost.
@@ -135,6 +136,7 @@ class Request:
     decoding: bool = False
     drafting: bool = False
     guesses: Sequence[int] = ()
+    others: Sequence[int] = ()
     right: float = 0.0
     tried: float = 0.0
     doomed: bool = False

@@ -153,6 +153,7 @@ class Scheduler:
         plan: StepPlan,
         counts: Sequence[int] | None = None,
         guesses: Sequence[Sequence[int]] | None = None,
+        others: Sequence[Sequence[int]] | None = None,
     ) -> list[Request]:
         """Count what a step has run. Returns the requests of its tokens, in their order, not to be
         changed; those that were finished while it ran are released here and take no token.
@@ -160,7 +161,7 @@ class Scheduler:
         Args:
             plan: the step's.
             counts: tokens that each of these got; None: one each.
-            guesses: what a draft layer guesses behind these; None: it does not.
+            guesses, others: see `StepResult`.
         """
         requests = self._in_flight.pop(plan.step_id).requests
         decode = plan.decode
@@ -187,6 +188,7 @@ class Scheduler:
                 if work.sample:
                     self._computing.remove(request)
                     request.guesses = guesses[len(sampled)] if guesses else ()
+                    request.others = others[len(sampled)] if others else ()
                     sampled.append(request)
         if self._doomed:
             for request in requests:

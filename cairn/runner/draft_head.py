@@ -114,9 +114,15 @@ class DraftHead:
         Returns:
             [T, hidden], what the layer reads of that.
         """
-        self.resume(opened, layout.rows.row, layout.rows.first)
+        number, requests = layout.rows.row, self._rows.num_requests
+        self.resume(opened, number, layout.rows.first)
+        branches = number[number >= requests]
+        if len(branches):
+            # They go on from where their rows are.
+            to, own = send((branches, branches % requests), hidden.device)
+            self._last[to] = self._last[own]
         states = self.follow(step, hidden)
-        row, last = send((layout.rows.row, layout.last), states.device)
+        row, last = send((number, layout.last), states.device)
         self._last[row] = states[last]
         return states
 
@@ -156,18 +162,20 @@ class DraftHead:
             found.append(token)
         return torch.stack(found, dim=1) if found else token.new_empty(len(token), 0)
 
-    def guess(self, step: Step, states: Tensor, ends: Ends) -> Tensor:
+    def guess(self, step: Step, states: Tensor, ends: Ends, others: int = 0) -> Tensor:
         """Guess what follows the tokens that were chosen.
 
         Args:
             step: what has run.
             states: from `follow`.
             ends: of its rows.
+            others: likeliest first guesses that are told beside.
         Returns:
-            [n, largest of `ends.ahead`] int64; numbers behind those wanted mean nothing.
+            [n, largest of `ends.ahead` + others] int64; of the guesses, numbers behind those wanted
+            mean nothing.
         """
         most = int(ends.ahead.max(initial=0))
-        found = ends.token.new_zeros(len(ends.ahead), most)
+        found = ends.token.new_zeros(len(ends.ahead), most + others)
         self._last[ends.row] = state = states[ends.at]
         row, token, slot = ends.row, ends.token, step.batch.slot[ends.at]
         alive: Ints = np.arange(len(ends.ahead))
@@ -177,7 +185,10 @@ class DraftHead:
             some, place = send((still, alive), token.device)
             row, token, slot, state = row[some], token[some], slot[some] + 1, state[some]
             guessed = self._step(row, token, slot, state)
-            token = ops.argmax_tokens(self._model.guess_logits(guessed))
+            logits = self._model.guess_logits(guessed)
+            token = ops.argmax_tokens(logits)
+            if number == 0 and others:
+                found[place, most:] = logits.topk(others, dim=1).indices
             state = self._model.next_states(guessed)
             found[place, number] = token
         return found

@@ -70,10 +70,20 @@ class Guessed(NamedTuple):
     Attributes:
         arriving: [n, most] of the rows that choose, or in a graph of all choices, on its way.
         ahead: [n], how many of each row's were wanted.
+        others: columns at the end with the likeliest first guesses.
     """
 
     arriving: Arriving | Trip
     ahead: Ints
+    others: int = 0
+
+    def first(self) -> list[list[int]] | None:
+        """Wait for the likeliest first guesses of each row; None: nobody asked."""
+        if not self.others or not isinstance(self.arriving, Arriving):
+            return None
+        (found,) = self.arriving.arrays()
+        lines: list[list[int]] = found[:, -self.others :].tolist()
+        return [line if n else [] for line, n in zip(lines, self.ahead.tolist(), strict=True)]
 
     def rows(self, counts: Sequence[int] | None, drafts: Drafts | None) -> list[list[int]]:
         """Wait for them; by row.

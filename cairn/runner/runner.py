@@ -160,11 +160,20 @@ class LaunchedStep:
             tokens = drafts.kept(tokens, counts)
             logprobs = drafts.renumbered(logprobs, counts)
             selection = drafts.renumbered(selection, counts)
-        guesses = None
+        guesses = others = None
         if chosen.guesses is not None:
             guesses = chosen.guesses.rows(counts, chosen.drafts)
+            others = chosen.guesses.first()
         return StepResult(
-            self._plan.step_id, tokens, logprobs, selection, prompts, seconds, counts, guesses
+            self._plan.step_id,
+            tokens,
+            logprobs,
+            selection,
+            prompts,
+            seconds,
+            counts,
+            guesses,
+            others,
         )
 
 
@@ -386,10 +395,12 @@ class Runner:
         if self.draft_head is None or run.behind is None:
             return None
         assert run.step is not None and run.states is not None
-        ahead = plan.ahead
+        # The works of branches stand behind those of rows.
+        ahead, branches = plan.ahead[: len(row)], self.shape.branches
         at = run.behind if last is None else run.behind[last]
-        found = self.draft_head.guess(run.step, run.states, Ends(row, at, tokens, ahead))
-        return Guessed(Arriving(found), ahead)
+        ends, others = Ends(row, at, tokens, ahead), branches if branches > 1 else 0
+        found = self.draft_head.guess(run.step, run.states, ends, others)
+        return Guessed(Arriving(found), ahead, others)
 
     def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, Step | None]:
         """The model's pass over a step, by its graph where there is one; hidden states [T, hidden],

@@ -224,6 +224,7 @@ class StepResult(NamedTuple):
         model_seconds: time that the host gave to the model: running it, or waiting for it.
         guesses: of each row that decodes and each work with `sample`, what a draft layer guesses
             behind its tokens: as many as it should, see `RowWork.ahead`. None: it does not guess.
+        others: likewise, the likeliest of its first guesses; None: nobody asked.
     """
 
     step_id: int
@@ -234,6 +235,7 @@ class StepResult(NamedTuple):
     model_seconds: float = 0.0
     counts: Sequence[int] | None = None
     guesses: Sequence[Sequence[int]] | None = None
+    others: Sequence[Sequence[int]] | None = None
 
 
 class Launched(Protocol):

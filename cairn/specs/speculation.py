@@ -37,8 +37,8 @@ class SpeculativeOptions:
         speculative_num_draft_tokens: of NGRAM, guesses that a row runs at a time; of NEXTN one more
             than its steps, if given.
         speculative_num_steps: of NEXTN, guesses that a row runs at a time.
-        speculative_eagle_topk: guesses side by side: 1, a chain; more of NGRAM, each what followed
-            another occurrence.
+        speculative_eagle_topk: guesses side by side: 1, a chain. Of NGRAM, each is what followed
+            another occurrence; of NEXTN, the likeliest first tokens.
         speculative_ngram_min_match_window_size, speculative_ngram_max_match_window_size: shortest
             and longest run of last tokens that is looked for.
         speculative_config: the same in vLLM's form, a JSON object or its text.
@@ -67,8 +67,8 @@ class SpeculativeOptions:
         metadata={
             "type": int,
             "help": (
-                "Drafts of NGRAM side by side, which part at the first token. NEXTN drafts a "
-                "chain: 1.  [default: 1]"
+                "Drafts side by side, which part at the first token; of NEXTN the others are one "
+                "token long.  [default: 1]"
             ),
         },
     )
@@ -139,8 +139,7 @@ def resolve_speculation(
         notes.chose(COUNTS[algorithm], drafts, f"the default of {algorithm}")
     _check_bound(COUNTS[algorithm], drafts, model)
     if algorithm == NEXTN:
-        _check_chain(given, drafts)
-        return Speculation(algorithm, drafts)
+        return Speculation(algorithm, drafts, branches=_width(given, drafts))
     return Speculation(algorithm, drafts, _match(given), given.get("speculative_eagle_topk", 1))
 
 
@@ -162,18 +161,20 @@ def _match(given: Mapping[str, int]) -> tuple[int, int]:
     return low, high
 
 
-def _check_chain(given: Mapping[str, int], drafts: int) -> None:
-    """Refuse options that NEXTN does not use."""
-    possible = {"speculative_num_draft_tokens": drafts + 1, "speculative_eagle_topk": 1}
+def _width(given: Mapping[str, int], drafts: int) -> int:
+    """Guesses of NEXTN side by side. Options that it does not use are refused."""
+    width = given.get("speculative_eagle_topk", 1)
+    nodes = {"speculative_num_draft_tokens": drafts + width, "speculative_eagle_topk": width}
     for name, value in given.items():
-        if name not in possible:
+        if name not in nodes:
             raise BadConfig(f"{name} is {value}, but NEXTN has no such option", "Leave it out")
-        if value != possible[name]:
+        if value != nodes[name]:
             raise BadConfig(
-                f"{name} is {value}, but {drafts} guesses of NEXTN are a chain: only "
-                f"{possible[name]} is possible",
+                f"{name} is {value}, but {drafts} guesses of NEXTN behind the last token, {width} "
+                f"of them side by side, make {nodes[name]} tokens",
                 "Use --speculative-num-steps for the number of guesses",
             )
+    return width
 
 
 def most_drafts(model: ModelSpec) -> int:

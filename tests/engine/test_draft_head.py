@@ -142,7 +142,7 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
 def test_on_a_gpu(family: str, verifies: bool, monkeypatch) -> None:
     """In graphs where the family has them."""
     monkeypatch.setattr(graphs, "VERIFIES", verifies)
-    prompts = [text(n, length, 140) for n, length in enumerate((3, 70, 130))]
+    prompts = [text(n, length, 120) for n, length in enumerate((3, 70, 130))]
     params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=30) for n in range(3)]
     wanted = serve(plain(family, device="cuda"), prompts, params)
     built = drafting(family, device="cuda")

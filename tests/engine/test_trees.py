@@ -9,10 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from cairn.engine.drafts import NgramDrafter
+from cairn.engine.drafts import HeadDrafter, NgramDrafter
 from cairn.engine.request import Request
 from cairn.runner.step import StepPlan
 from tests.engine.fakes import FakeDrafter
+from tests.engine.harness import text
+from tests.engine.test_draft_head import LATENT, STEPS, Mixed, Seen, drafting
+from tests.engine.test_draft_head import plain as without
+from tests.engine.test_draft_head import serve as serve_drafting
 from tests.engine.test_families import build, prompts_of
 from tests.engine.test_speculation import DRAWN, PLAIN, assert_told_alike, serve
 from tests.support import shows
@@ -100,6 +104,38 @@ class Watched:
                 self.branches += 1
                 self.deepest = max(self.deepest, place + len(branch))
         return self.launch(plan)
+
+
+class Second(Fork):
+    """The draft layer's other first guesses, where nothing else is known."""
+
+    def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
+        assert len(set(request.others)) == WIDTH and request.others[0] == request.guesses[0]
+        found = super().others(request, guesses, count)
+        return found if self.right % 2 else HeadDrafter(STEPS).others(request, guesses, count)
+
+
+@shows("glm_moe_dsa", "speculation")
+def test_branches_of_a_draft_layer() -> None:
+    """Its guesses behind a text are the same with and without branches in between."""
+    family, seen = LATENT[0], Seen()
+    prompts = [text(n, length, 120) for n, length in enumerate((5, 66))]
+    params = [replace(DRAWN if n else PLAIN, max_tokens=14) for n in range(2)]
+    wanted = serve_drafting(without(family), prompts, params)
+    for options in ({}, {"speculative_eagle_topk": WIDTH}):
+        built = drafting(family, **options)
+        scheduler = built.core.scheduler
+        drafter = Mixed(seen, 0.2)
+        for prompt, output in zip(prompts, wanted, strict=True):
+            drafter.knows(prompt, output.token_ids)
+        if scheduler.trees is not None:
+            fork = Second(drafter, random.Random(1))
+            scheduler.trees = replace(scheduler.trees, brancher=fork)
+        watched, before = Watched(built), seen.count
+        scheduler.drafter, scheduler.pace = drafter, None
+        found = serve_drafting(built, prompts, params)
+        assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+    assert watched.branches > 8 and fork.right > 4 and seen.count > before + 5
 
 
 def test_other_continuations_are_newest_first_and_begin_differently() -> None:
