@@ -210,8 +210,13 @@ class CompressedBackend(AttentionBackend):
         entries = plan.entries[own.rate]
         if index is None or entries.width <= own.topk:
             o, lse = ops.paged_mla(
-                *(q, cache, entries.page_table, plan.batch.row, entries.seen),
-                *(spec.scale, spec.head_dim),
+                q,
+                cache,
+                entries.page_table,
+                plan.batch.row,
+                entries.seen,
+                spec.scale,
+                spec.head_dim,
                 width=entries.width,
             )
             return o, lse
@@ -237,7 +242,13 @@ class CompressedBackend(AttentionBackend):
             part = slice(first, first + most)
             own_row, seen = row[part], entries.seen[part]
             logits = ops.paged_mqa_logits(
-                *(q[part], weights[part], keys, entries.page_table, own_row, seen, entries.width),
+                q[part],
+                weights[part],
+                keys,
+                entries.page_table,
+                own_row,
+                seen,
+                entries.width,
                 form.preshuffled,
                 least=own.topk,
                 chunked=plan.cuts.chunked,

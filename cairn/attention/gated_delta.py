@@ -184,7 +184,7 @@ class GatedDeltaBackend(AttentionBackend):
         v = v.unflatten(-1, (spec.value_heads, spec.value_dim))
         gates = inputs.a_log, inputs.a, inputs.dt_bias
         o: Tensor = ops.gated_delta_rule_rows(
-            *(*gates, q, k, v, inputs.b, fields[STATE], *where, runs.first, runs.longest)
+            *gates, q, k, v, inputs.b, fields[STATE], *where, runs.first, runs.longest
         )
         return o
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
@@ -39,8 +40,14 @@ ROUNDING = 2e-4
 
 
 def engine(case: str, **options) -> Built:
-    """An engine in float32 on a golden model; its page memory starts as NaN."""
-    defaults = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "max_num_seqs": 16}
+    """An engine in float32 on a golden model, without encoder; its page memory starts as NaN."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "kv_cache_memory": "8MiB",
+        "max_num_seqs": 16,
+        "limit_mm_per_prompt": {"image": 0, "video": 0},
+    }
     # On a GPU an engine runs the largest steps to measure them, which its pages do not depend on.
     with patch("cairn.engine.build.measure", return_value=(0, 0)):
         built = build(GOLDENS / case, EngineOptions(**{**defaults, **options}))

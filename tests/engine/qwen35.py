@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,8 +23,15 @@ RECURRENT = [case for case in CASES if not case.startswith("q3moe")]
 
 
 def engine(case: str | Path, **options) -> Built:
-    """An engine in float32 on a golden model, or another folder; what nobody owns is NaN."""
-    defaults = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "max_num_seqs": 4}
+    """An engine in float32 on a golden model, or another folder; what nobody owns is NaN. The
+    golden models have no encoder."""
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "kv_cache_memory": "8MiB",
+        "max_num_seqs": 4,
+        "limit_mm_per_prompt": {"image": 0, "video": 0},
+    }
     built = build(GOLDENS / case, EngineOptions(**{**defaults, **options}))
     poison(built)
     return built

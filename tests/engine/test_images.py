@@ -40,7 +40,7 @@ def folder(tmp_path_factory) -> Path:
 
 def seeing(folder: Path, **options) -> Built:
     """An engine with drawn weights; pages of 16 slots."""
-    return engine(folder, load_format="random", page_size=16, **options)
+    return engine(folder, load_format="random", page_size=16, limit_mm_per_prompt=None, **options)
 
 
 def image(seed: int, height: int = 40, width: int = 56) -> Prepared:

@@ -164,7 +164,11 @@ class PlainScheme(Scheme):
     ) -> Tensor:
         """Matrices as they are."""
         return ops.fused_experts(
-            *(x, gate_up.weight, down.weight, chosen.weights, chosen.ids),
+            x,
+            gate_up.weight,
+            down.weight,
+            chosen.weights,
+            chosen.ids,
             swiglu_limit=chosen.limit,
         )
 

@@ -176,7 +176,11 @@ class Fp8BlockScheme(Scheme):
         weights, ids, limit = chosen
         if advice.multiplies_fp8(x, self.block):
             return ops.fused_experts(
-                *(x, gate_up.weight, down.weight, weights, ids),
+                x,
+                gate_up.weight,
+                down.weight,
+                weights,
+                ids,
                 w1_scale=gate_up.scale,
                 w2_scale=down.scale,
                 swiglu_limit=limit,

@@ -50,7 +50,11 @@ def _windows(
     return make.args(
         paged.k_cache.squeeze(1)[..., : 2 * wide],
         paged.page_table,
-        *(row, slot, make.randn(rate, wide), make.randn(dim, dtype=dtype), 1e-6),
+        row,
+        slot,
+        make.randn(rate, wide),
+        make.randn(dim, dtype=dtype),
+        1e-6,
         make.randn(len(slot), dim // 4 * 2),
         dtype,
     )

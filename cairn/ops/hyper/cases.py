@@ -25,7 +25,9 @@ def _(make: Make) -> Cases:
                 make.randn(rows, count * hidden, scale=(count * hidden) ** -0.5),
                 make.randn(3),
                 make.randn(rows),
-                *(1e-6, eps, iterations),
+                1e-6,
+                eps,
+                iterations,
             )
 
 
@@ -50,5 +52,6 @@ def _(make: Make) -> Cases:
                 make.randn(count, count * hidden, scale=(count * hidden) ** -0.5),
                 make.randn(1),
                 make.randn(count),
-                *(1e-6, 1e-3),
+                1e-6,
+                1e-3,
             )

@@ -155,8 +155,17 @@ def _(call: Call) -> Tensor:
     bias = call.dt_bias.reshape(heads, *columns).contiguous()
     scale = wide**-0.5 if call.scale is None else call.scale
     rule = launch.Rule(
-        *(q, k, v, a, b, call.A_log, bias, scale, call.use_qk_l2norm_in_kernel),
-        *(call.softplus_beta, call.softplus_threshold),
+        q,
+        k,
+        v,
+        a,
+        b,
+        call.A_log,
+        bias,
+        scale,
+        call.use_qk_l2norm_in_kernel,
+        call.softplus_beta,
+        call.softplus_threshold,
     )
     starts, slots = call.cu_seqlens, call.initial_state_indices
     count = call.q.shape[0] if starts is None else starts.shape[0] - 1
@@ -165,9 +174,15 @@ def _(call: Call) -> Tensor:
     if not count:
         out.zero_()
     launch.run_tokens(
-        *(rule, call.initial_state_source, of, out, not call.disable_state_update),
-        *(call.intermediate_states_buffer, call.intermediate_state_indices),
-        *(call.retrieve_parent_token, tokens),
+        rule,
+        call.initial_state_source,
+        of,
+        out,
+        not call.disable_state_update,
+        call.intermediate_states_buffer,
+        call.intermediate_state_indices,
+        call.retrieve_parent_token,
+        tokens,
     )
     return out
 

@@ -146,11 +146,9 @@ def _run(spans: Sequence[range], tokens: Tokens, state: Tensor, out: Tensor) -> 
 )
 def _(call: Call) -> Tensor:
     q, k, v, a, b = (launch.in_order(x, 1) for x in (call.q, call.k, call.v, call.a, call.b))
-    rule = launch.Rule(
-        *(q, k, v, a, b, call.A_log, call.dt_bias, q.shape[2] ** -0.5, True), *SOFTPLUS
-    )
+    rule = launch.Rule(q, k, v, a, b, call.A_log, call.dt_bias, q.shape[2] ** -0.5, True, *SOFTPLUS)
     of = launch.Sequences(
-        *(len(call.slots), 0, call.starts, call.slots, call.stored, call.begun), call.first
+        len(call.slots), 0, call.starts, call.slots, call.stored, call.begun, call.first
     )
     out = gpu.empty(v.shape, v.dtype, v.device)
     if not of.count:

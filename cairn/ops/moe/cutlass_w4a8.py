@@ -110,8 +110,15 @@ def _(call: Call) -> None:
     assert check is not None
     check(
         prepare_moe_input.bind(
-            *(call.topk_ids, call.expert_offsets, call.problem_sizes1, call.problem_sizes2),
-            *(call.input_permutation, call.output_permutation, call.num_experts, call.n, call.k),
+            call.topk_ids,
+            call.expert_offsets,
+            call.problem_sizes1,
+            call.problem_sizes2,
+            call.input_permutation,
+            call.output_permutation,
+            call.num_experts,
+            call.n,
+            call.k,
         )
     )
 

@@ -60,8 +60,13 @@ def _all_arguments(
 
 def _given(call: Call) -> tuple[Tensor | None, ...]:
     return _all_arguments(
-        *(call.output, call.a, call.b, call.scales_a, call.scales_b),
-        *(call.problem_sizes, call.expert_offsets),
+        call.output,
+        call.a,
+        call.b,
+        call.scales_a,
+        call.scales_b,
+        call.problem_sizes,
+        call.expert_offsets,
     )
 
 
