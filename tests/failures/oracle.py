@@ -74,6 +74,7 @@ class OracleBatch:
     selected: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
     weights: dict[tuple[int, int, int], list[float]] = field(default_factory=dict)
     margin: float = float("inf")
+    inserted: None = None
 
     def __post_init__(self) -> None:
         self.size = self.spec.page_size or 1 << 30

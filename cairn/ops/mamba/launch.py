@@ -258,15 +258,8 @@ def run_tokens(
     )
 
 
-def run_chunks(
-    rule: Rule, pool: Tensor | None, of: Sequences, out: Tensor, few_apart: bool = False
-) -> None:
-    """The rule in chunks; see `kernels.chunks`. Outputs behind all sequences become 0."""
-    tokens, heads, high = rule.v.shape
-    width = rule.k.shape[2]
-    # Of every sequence the first chunk and the last one may be cut off.
-    most = -(-tokens // CHUNK) + min(of.count * (1 if of.first is None else 2), tokens)
-    dtype, device = rule.v.dtype, out.device
+def _chunk_table(of: Sequences, most: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Table and first chunks of `chunk_table_kernel`."""
     table = gpu.empty((most, 4), torch.int32, device)
     before = gpu.empty((of.count,), torch.int32, device)
     chunk_table_kernel[(of.count,)](
@@ -280,6 +273,19 @@ def run_chunks(
         COUNT=gpu.next_power_of_2(of.count),
         BLOCK=tuning.TABLE,
     )
+    return table, before
+
+
+def run_chunks(
+    rule: Rule, pool: Tensor | None, of: Sequences, out: Tensor, few_apart: bool = False
+) -> None:
+    """The rule in chunks; see `kernels.chunks`. Outputs behind all sequences become 0."""
+    tokens, heads, high = rule.v.shape
+    width = rule.k.shape[2]
+    # Of every sequence the first chunk and the last one may be cut off.
+    most = -(-tokens // CHUNK) + min(of.count * (1 if of.first is None else 2), tokens)
+    dtype, device = rule.v.dtype, out.device
+    table, before = _chunk_table(of, most, device)
     weights, scores = (gpu.empty((tokens, heads, CHUNK), dtype, device) for _ in range(2))
     factors = gpu.empty((tokens, heads, 4), torch.float32, device)
     decays = gpu.empty((most, heads), torch.float32, device)

@@ -88,7 +88,6 @@ def _packed(call: Call) -> Packed:
         and call.topk_ids.is_contiguous()
         and call.topk_ids.shape[1] > 0
     ),
-    replayed=True,
 )
 def _(call: Call) -> Tensor:
     shape = (call.topk_ids.numel(), call.words.shape[-1])

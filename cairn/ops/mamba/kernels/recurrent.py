@@ -100,8 +100,7 @@ def recurrent_kernel(
     multiple of GRID are run, if they are FEW at most, for the others have been run; None: all are
     run. buffer, rows: the state after each token goes there. parents: [N, steps], whose state a
     step goes on from, out of `trail` [N, steps, HEADS, V, K]. BY_COLUMN: `a` has a decay for each
-    column of the state. a_log None: `a` is the logarithm of the decay, `b` the strength. EACH:
-    value heads of a key head. PDL: as in `await_previous`.
+    column of the state. a_log None: `a` is the logarithm of the decay, `b` the strength.
     """
     await_previous(PDL)
     program, part = row_and_part((V + BLOCK_V - 1) // BLOCK_V)
