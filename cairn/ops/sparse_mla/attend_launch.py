@@ -156,13 +156,11 @@ def attend(
 
 def fits_groups(q: Tensor, cache: Tensor, candidates: Candidates, latent: int) -> bool:
     """Whether groups of warps gather and multiply: Hopper, DeepSeek's widths, lists of cells."""
-    if candidates.cells is None or (latent, q.shape[2]) != (512, 576):
+    if not TUNING.groups or candidates.cells is None or (latent, q.shape[2]) != (512, 576):
         return False
-    slot, quantized = cache.stride(1), records.is_quantized(cache)
-    # Scales are powers of two of any size, which float16 does not hold.
-    kinds = (torch.bfloat16,) if quantized else (torch.bfloat16, torch.float16)
-    if q.dtype not in kinds or (quantized and slot != records.record_bytes(512, 64)):
+    if q.dtype not in (torch.bfloat16, torch.float16) or records.is_quantized(cache):
         return False
+    slot = cache.stride(1)
     flat = cache.stride(0) == cache.shape[1] * slot
     aligned = slot * cache.element_size() % 16 == 0 and cache.data_ptr() % 16 == 0
     return (
@@ -171,7 +169,6 @@ def fits_groups(q: Tensor, cache: Tensor, candidates: Candidates, latent: int) -
         and aligned
         and len(q) >= TUNING.group_tokens
         and q.shape[1] >= TUNING.group_heads
-        and (TUNING.float8_groups or not quantized)
         and gpu.supports_wgmma(q.device)
     )
 
@@ -189,12 +186,9 @@ def _attend_in_groups(
     if splits > 1:
         part_o = gpu.empty((tokens, heads, splits, o.shape[2]), torch.float32, q.device)
         part_lse = gpu.empty((tokens, heads, splits), torch.float32, q.device)
-    numbers, scales, ropes = _views(cache, records.is_quantized(cache))
     cells_groups_kernel[(tokens * columns, splits)](
         q=q,
-        cache=numbers,
-        scales=scales,
-        ropes=ropes,
+        cache=cache,
         cells=cells,
         lengths=candidates.end,
         o=part_o,

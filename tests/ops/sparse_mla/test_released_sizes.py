@@ -81,22 +81,10 @@ def test_scores(heads: int, preshuffled: bool) -> None:
     assert apart(side[first], wanted[first]) < 5e-6
 
 
-def magnitudes(q: Tensor, cache: Tensor, cells: Tensor, length: Tensor, lse: Tensor) -> Tensor:
-    """Sums of weights times magnitudes of values [T, H, r]."""
-    lines, found = cache.flatten(0, 1), []
-    for t, count in enumerate(length.tolist()):
-        own = cells[t, :count].long()
-        keys = lines[own[(own >= 0) & (own < len(lines))]].float()
-        weights = torch.exp(q[t].float() @ keys.T * SCALE - lse[t][:, None])
-        found.append(weights @ keys[:, :LATENT].abs())
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("heads", [128, 64, 16])
-def test_groups_of_warps(heads: int, quantized: bool) -> None:
-    with TUNING.replaced(group_heads=16, group_tokens=1, float8_groups=True):
-        test_attention(quantized, heads)
+def test_groups_of_warps(heads: int) -> None:
+    with TUNING.replaced(groups=True, group_heads=16, group_tokens=1):
+        test_attention(False, heads)
 
 
 @pytest.mark.parametrize("heads", [128, 64, 16, 8, 1])
@@ -123,9 +111,7 @@ def test_attention(quantized: bool, heads: int) -> None:
             cells[4] = -1
         o, lse = sparse_mla(q, cache, cells, length, SCALE, LATENT, dtype=BF16)
         wanted, total = sparse_mla.reference(q, plain, cells, length, SCALE, LATENT)
-        # A weight in bfloat16 is off by 2^-9 of it at most, the sum of all weights too.
-        most = magnitudes(q, plain, cells, length, total) + wanted.abs()
-        assert bool(((o.float() - wanted).abs() <= 2**-8 * most + 1e-4).all())
+        torch.testing.assert_close(o.float(), wanted, rtol=2.01 / 128, atol=4e-3)
         torch.testing.assert_close(lse, total, rtol=1e-4, atol=2e-3)
         assert apart(o, wanted) < 5e-6
         table = table_of(rows, columns)

@@ -18,11 +18,8 @@ from cairn.ops.attention.latent_wgmma import (
     taken_over,
     whole,
 )
-from cairn.ops.gpu import constant, gl, gluon, hopper
+from cairn.ops.gpu import gl, gluon, hopper
 from cairn.ops.wgmma import base_of, multiply, scaled, summed, tell, unknown_zero
-
-RECORD = constant(656)
-"""Bytes of a record in float8: 512 numbers, 4 scales, 64 numbers of 16 bits."""
 
 
 @gluon.jit
@@ -100,72 +97,6 @@ def gather_blocks(
             hopper.async_copy.wait_group(3 - tile)
             hopper.fence_async_shared()
             tell(full.index(tile))
-
-
-@gluon.jit
-def worth_of(cache, scales, cells, first, length, capacity, column, tile, LATENT: gl.constexpr):
-    """Fill a tile [slots, 256] with what columns of float8 latents are worth; what is no cell
-    becomes zeros. Numbers `column` .. share two scales a record."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    for part in gl.static_range(tile.shape[0] // 16):
-        position = first + part * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-        cell = cells_at(cells, position, length, capacity)
-        inside = cell >= 0
-        line = gl.where(inside, cell, 0).to(gl.int64)
-        for side in gl.static_range(2):
-            number = column + side * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, LAYOUT))
-            at = cache + (line * RECORD)[:, None] + number[None, :]
-            code = gl.load(at, mask=inside[:, None], other=0)
-            at = scales + line * (RECORD // 4) + LATENT // 4 + (column // 128 + side)
-            scale = gl.load(at, mask=inside, other=0.0).to(tile.dtype)
-            # A power of two: the product is exact.
-            value = code.to(gl.float8e4nv, bitcast=True).to(tile.dtype) * scale[:, None]
-            tile.slice(part * 16, 16, dim=0).slice(side * 128, 128, dim=1).store(value)
-
-
-@gluon.jit
-def rotary_of(ropes, cells, first, length, capacity, tile):
-    """Fill a tile [slots, 64] with the rotary keys at the end of records in float8."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    ROPE: gl.constexpr = tile.shape[1]
-    for part in gl.static_range(tile.shape[0] // 16):
-        position = first + part * 16 + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
-        cell = cells_at(cells, position, length, capacity)
-        line = gl.where(cell >= 0, cell, 0).to(gl.int64) * (RECORD // 2) + (RECORD // 2 - ROPE)
-        number = gl.arange(0, ROPE, layout=gl.SliceLayout(0, LAYOUT))
-        at = ropes + line[:, None] + number[None, :]
-        value = gl.load(at, mask=(cell >= 0)[:, None], other=0.0)
-        tile.slice(part * 16, 16, dim=0).store(value)
-
-
-@gluon.jit
-def widen_blocks(
-    cache, scales, ropes, cached, cached_rope, full, free, cells, length, capacity, begin, pairs
-):
-    """As `gather_blocks`, of records in float8.
-
-    Args:
-        scales, ropes: the cache as float32 and as bfloat16.
-    """
-    HALF: gl.constexpr = cached.shape[2]
-    for pair in range(pairs):
-        first = (begin + 2 * pair) * 64
-        if pair + 1 < pairs:
-            fetch(cache, RECORD, cells, first + 128, length, capacity, RECORD)
-        for which in gl.static_range(2):
-            place = first + which * 64
-            for half in gl.static_range(2):
-                tile = 2 * which + half
-                hopper.mbarrier.wait(free.index(tile), (pair & 1) ^ 1)
-                if half == 0:
-                    rope = cached_rope.index(which)
-                    rotary_of(ropes, cells, place, length, capacity, rope)
-                worth_of(
-                    cache, scales, cells, place, length, capacity, HALF * (which ^ half),
-                    cached.index(tile), 2 * HALF,
-                )  # fmt: skip
-                hopper.fence_async_shared()
-                tell(full.index(tile))
 
 
 @gluon.jit
@@ -273,7 +204,7 @@ def second_group(
 
 @gluon.jit
 def cells_groups_kernel(
-    q, cache, scales, ropes, cells, lengths, o, lse, most, capacity, scale,
+    q, cache, cells, lengths, o, lse, most, capacity, scale,
     q_token, q_head, slot_stride, cells_stride,
     HEADS: gl.constexpr,
 ):  # fmt: skip
@@ -282,7 +213,6 @@ def cells_groups_kernel(
     the cache what the other has read from memory.
 
     Args:
-        scales, ropes: of records in float8 the cache as float32 and as bfloat16; else None.
         most: cells of a list; capacity: of the cache.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -328,25 +258,13 @@ def cells_groups_kernel(
     task = (source, q_head, o, lse, place, splits, alive, scale * 1.4426950408889634)
     where = (begin, pairs, length, own, capacity)
     listed = (full, free, own, length, capacity, begin, pairs)
-    if scales is None:
-        plain = (cache, slot_stride, cached, cached_rope)
-        gl.warp_specialize(
-            [
-                (first_group, shared + task + where),
-                (second_group, shared + task + where),
-                (gather_blocks, plain + listed),
-            ],
-            [4, 4],
-            [232, 40],
-        )
-    else:
-        small = (cache, scales, ropes, cached, cached_rope)
-        gl.warp_specialize(
-            [
-                (first_group, shared + task + where),
-                (second_group, shared + task + where),
-                (widen_blocks, small + listed),
-            ],
-            [4, 4],
-            [232, 40],
-        )
+    records = (cache, slot_stride, cached, cached_rope)
+    gl.warp_specialize(
+        [
+            (first_group, shared + task + where),
+            (second_group, shared + task + where),
+            (gather_blocks, records + listed),
+        ],
+        [4, 4],
+        [232, 40],
+    )
