@@ -38,7 +38,7 @@ class Runs(NamedTuple):
         starts: [R + 1] int32, where rows begin among the tokens, and the end.
         state: [R] int32, the states that they go on from.
         stored: [R] int32, those that hold what is behind their tokens; negative: none does.
-        begun: [R] bool, whether a row has a state; False: it begins.
+        has_initial_state: [R] bool, whether a row has a state; False: it begins.
         first: [R] int32, slots of their first tokens.
         longest: tokens of the longest row, or an upper bound.
     """
@@ -46,7 +46,7 @@ class Runs(NamedTuple):
     starts: Tensor
     state: Tensor
     stored: Tensor
-    begun: Tensor
+    has_initial_state: Tensor
     first: Tensor
     longest: int
 
@@ -108,7 +108,9 @@ class Guessed(NamedTuple):
         row = torch.stack((runs.state, torch.full_like(runs.state, NOBODY)), dim=1).flatten()
         first = runs.first.repeat_interleave(2)
         starts = torch.cat((ends, runs.starts[-1:])).int()
-        return Runs(starts, row, row, runs.begun.repeat_interleave(2), first, runs.longest)
+        return Runs(
+            starts, row, row, runs.has_initial_state.repeat_interleave(2), first, runs.longest
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -174,7 +176,7 @@ class GatedDeltaBackend(AttentionBackend):
     def _advance(self, layer: int, inputs: GatedDeltaInputs, runs: Runs) -> Tensor:
         """Outputs [T, hv, dv] of the rows' tokens; their states go on."""
         spec, fields = self.layers[layer], self.pools.rows[layer]
-        where = runs.starts, runs.state, runs.stored, runs.begun
+        where = runs.starts, runs.state, runs.stored, runs.has_initial_state
         mixed = ops.causal_conv1d_rows(
             inputs.qkv, inputs.conv_weight, fields[CONV], *where, runs.longest
         )

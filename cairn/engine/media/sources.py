@@ -7,9 +7,10 @@ import binascii
 import urllib.error
 import urllib.parse
 import urllib.request
+from http.client import HTTPMessage
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
+from typing import IO
 
 from cairn.errors import BadRequest
 from cairn.specs.media import MediaLimits
@@ -27,7 +28,8 @@ def read_url(url: str, limits: MediaLimits) -> list[bytes]:
     A remote one is fetched here, which may take FETCH_SECONDS.
 
     Raises:
-        BadRequest: a URL that is none, that is not allowed, or behind which nothing is.
+        BadRequest: for a string that is no URL, a URL that is not allowed, or one that leads to
+            nothing.
     """
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
@@ -86,7 +88,15 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def __init__(self, domains: tuple[str, ...]) -> None:
         self._domains = domains
 
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any):  # type: ignore[no-untyped-def]
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
         _check_host(newurl, self._domains)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 

@@ -127,10 +127,10 @@ def _(draw: Draw) -> Points:
         x, weight = draw.randn(rows * tokens, net.channels), draw.randn(net.channels, net.width)
         states = draw.randn(rows, net.channels, net.width - 1)
         starts, slot = draw.arange(rows + 1, torch.int32) * tokens, draw.arange(rows, torch.int32)
-        begun = draw.tensor([True] * rows, torch.bool)
+        has_initial_state = draw.tensor([True] * rows, torch.bool)
         yield Point(
             f"{rows} x {tokens} x {net.channels}",
-            draw.args(x, weight, states, starts, slot, slot, begun, tokens),
+            draw.args(x, weight, states, starts, slot, slot, has_initial_state, tokens),
             moved(x, x, weight, states, states),
         )
 
@@ -146,11 +146,26 @@ def _(draw: Draw) -> Points:
         rate, bias = (draw.randn(net.value_heads) for _ in range(2))
         shape = (rows, net.value_heads, net.value_dim, net.key_dim)
         pool, slot = draw.randn(*shape, dtype=torch.float32), draw.arange(rows, torch.int32)
-        starts, begun = slot.new_tensor(range(rows + 1)) * each, slot >= 0
+        starts, has_initial_state = slot.new_tensor(range(rows + 1)) * each, slot >= 0
         flops = net.value_heads * (10 * 64 * net.key_dim + 6 * net.key_dim * net.value_dim)
         yield Point(
             f"{rows} x {each} x {net.value_heads} x {net.value_dim}",
-            draw.args(rate, a, bias, q, k, v, b, pool, starts, slot, slot, begun, slot * 64, each),
+            draw.args(
+                rate,
+                a,
+                bias,
+                q,
+                k,
+                v,
+                b,
+                pool,
+                starts,
+                slot,
+                slot,
+                has_initial_state,
+                slot * 64,
+                each,
+            ),
             moved(q, k, v, v, pool, pool),
             float(tokens * flops),
         )

@@ -185,11 +185,11 @@ def _(make: Make) -> Cases:
         # nobody, then padding.
         starts, slot = words(0, 20, 25, 26, 26, 28), words(1, 3, 0, 4, -1)
         stored = words(1, 3, -1, 4, 5)
-        begun = make.tensor([True, False, True, True, True], torch.bool)
+        has_initial_state = make.tensor([True, False, True, True, True], torch.bool)
         wide = make.randn(31, 9, dtype=dtype)
-        yield make.args(wide[:, 1:7], weight, states, starts, slot, stored, begun, 20)
+        yield make.args(wide[:, 1:7], weight, states, starts, slot, stored, has_initial_state, 20)
         few = words(0, 1, 3, 3, 4, 6)
-        yield make.args(wide[:8, :6], weight, states, few, slot, stored, begun, 2)
+        yield make.args(wide[:8, :6], weight, states, few, slot, stored, has_initial_state, 2)
 
 
 @gated_delta_rule_rows.cases
@@ -212,12 +212,12 @@ def _(make: Make) -> Cases:
         # border, a token, one to leave where it was, one of nobody, an empty one; then padding.
         starts = words(0, 90, 160, 161, 190, 215, 215)
         slot, stored = words(1, 3, 0, 5, -1, 2), words(1, 3, 0, -1, -1, 2)
-        begun = make.tensor([True, False, True, True, True, True], torch.bool)
+        has_initial_state = make.tensor([True, False, True, True, True, True], torch.bool)
         first = words(60, 0, 63, 10, 70, 5)
-        rest = (pool, starts, slot, stored, begun, first)
+        rest = (pool, starts, slot, stored, has_initial_state, first)
         yield make.args(*drawn(220, dtype), *rest, 90)
         few = words(0, 1, 4, 5, 7, 8, 8)
-        yield make.args(*drawn(10, dtype), pool, few, slot, stored, begun, first, 3)
+        yield make.args(*drawn(10, dtype), pool, few, slot, stored, has_initial_state, first, 3)
 
 
 @ragged_rows.cases

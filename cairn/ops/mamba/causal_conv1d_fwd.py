@@ -104,7 +104,7 @@ def _(call: Call) -> None:
     if used is None:
         used = torch.zeros(count, dtype=torch.bool, device=x.device)
     length = x.shape[-1]
-    of = launch.Sequences(count, length, starts, call.cache_indices, begun=used)
+    of = launch.Sequences(count, length, starts, call.cache_indices, has_initial_state=used)
     by = launch.Convolution(call.weight, call.bias_, call.silu_activation, call.pad_slot_id)
     y = torch.empty_like(flat)
     launch.convolve(flat, by, states, of, y)

@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT32, check_least, expect, expect_within
-from cairn.ops.mamba import convolution, launch, segments, states
+from cairn.ops.mamba import convolution, launch, segments
 from cairn.ops.mamba.recurrence import FEW
 from cairn.ops.registry import op
 
@@ -23,7 +23,7 @@ def causal_conv1d_rows(
     starts: Tensor,
     slots: Tensor,
     stored: Tensor,
-    begun: Tensor,
+    has_initial_state: Tensor,
     longest: int,
 ) -> Tensor:
     """silu(sum over j < W of w[:, j] * x_{t - W + 1 + j}), as `causal_conv1d_fwd` of sequences side
@@ -36,15 +36,16 @@ def causal_conv1d_rows(
         starts: [N + 1] int32: sequence n has tokens starts[n] .. starts[n + 1] - 1.
         slots: [N] int32, where the inputs before a sequence's tokens lie; negative: these are 0.
         stored: [N] int32, where its last inputs go; negative: nowhere.
-        begun: [N] bool; False: the inputs before its tokens are 0, whatever its slot holds.
-        longest: at least the tokens of the longest sequence; of few it is known to be fast.
+        has_initial_state: [N] bool; False: the inputs before its tokens are 0, whatever its slot
+            holds.
+        longest: an upper bound of the sequences' lengths.
     Returns:
         [T, D] of x's dtype; 0 behind the last sequence.
     Raises:
         BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
     """
     y = convolution.ragged(
-        x.t(), weight, None, conv_states, starts, slots, begun, True, None, stored
+        x.t(), weight, None, conv_states, starts, slots, has_initial_state, True, None, stored
     )
     behind = torch.arange(len(x), device=x.device) >= starts[-1]
     return torch.where(behind[:, None], 0, y.t()).to(x.dtype)
@@ -64,14 +65,14 @@ def _(call: Call) -> None:
 
 
 def expect_rows(op: str, call: Call, held: int, tokens: int) -> None:
-    """Raise BadArgument unless a call's starts, slots, stored, begun and longest fit."""
+    """Raise BadArgument unless the arguments that describe a call's sequences fit."""
     expect(op, "starts", call.starts, 1, INT32, call.weight if op == NAME else call.q)
     segments.expect_starts(op, "starts", call.starts, tokens, call.starts)
     count = call.starts.shape[0] - 1
     for name, given in (("slots", call.slots), ("stored", call.stored)):
         expect(op, name, given, (count,), INT32, call.starts)
         expect_within(op, name, given, held, None)
-    states.expect_used(op, call.begun, count, call.starts)
+    expect(op, "has_initial_state", call.has_initial_state, (count,), (torch.bool,), call.starts)
     check_least(op, "longest", call.longest, 0)
 
 
@@ -79,7 +80,14 @@ def expect_rows(op: str, call: Call, held: int, tokens: int) -> None:
 def _(call: Call) -> Tensor:
     x, count = call.x, len(call.slots)
     out = gpu.empty(x.shape, x.dtype, x.device)
-    of = launch.Sequences(count, 0, call.starts, call.slots, stored=call.stored, begun=call.begun)
+    of = launch.Sequences(
+        count,
+        0,
+        call.starts,
+        call.slots,
+        stored=call.stored,
+        has_initial_state=call.has_initial_state,
+    )
     by = launch.Convolution(call.weight, None, True)
     if not count:
         out.zero_()

@@ -109,7 +109,9 @@ def _(call: Call) -> Tensor:
     scale = call.q.shape[3] ** -0.5 if call.scale is None else call.scale
     starts, used = call.cu_seqlens, call.has_initial_state
     count = call.q.shape[0] if starts is None else starts.shape[0] - 1
-    of = launch.Sequences(count, call.q.shape[1], starts, call.initial_state_indices, begun=used)
+    of = launch.Sequences(
+        count, call.q.shape[1], starts, call.initial_state_indices, has_initial_state=used
+    )
     rule = launch.Rule(q, k, v, g, beta, None, None, scale, call.use_qk_l2norm_in_kernel)
     out = gpu.empty(call.v.shape, call.v.dtype, call.v.device)
     if not count:

@@ -169,7 +169,9 @@ def _(call: Call) -> Tensor:
     )
     starts, slots = call.cu_seqlens, call.initial_state_indices
     count = call.q.shape[0] if starts is None else starts.shape[0] - 1
-    of = launch.Sequences(count, call.q.shape[1], starts, slots, begun=call.has_initial_state)
+    of = launch.Sequences(
+        count, call.q.shape[1], starts, slots, has_initial_state=call.has_initial_state
+    )
     out = gpu.empty(call.v.shape, call.v.dtype, call.v.device)
     if not count:
         out.zero_()

@@ -36,7 +36,7 @@ def gated_delta_rule_rows(
     starts: Tensor,
     slots: Tensor,
     stored: Tensor,
-    begun: Tensor,
+    has_initial_state: Tensor,
     first: Tensor,
     longest: int,
 ) -> Tensor:
@@ -53,7 +53,7 @@ def gated_delta_rule_rows(
         q, k: [T, H, K] float32, bfloat16 or float16.
         v: [T, HV, V], HV a multiple of H.
         states: [slots, HV, V, K] float32, changed.
-        starts, slots, stored, begun, longest: as in `causal_conv1d_rows`.
+        starts, slots, stored, has_initial_state, longest: as in `causal_conv1d_rows`.
         first: [N] int32, slots of the sequences' first tokens.
     Returns:
         o [T, HV, V] of v's dtype; 0 behind the last sequence.
@@ -62,7 +62,7 @@ def gated_delta_rule_rows(
     """
     tokens = _tokens(A_log, a, dt_bias, q, k, v, b)
     spans = segments.spans(starts, 1, len(q))
-    state = _load(states, slots, begun, len(spans), v)
+    state = _load(states, slots, has_initial_state, len(spans), v)
     out = torch.zeros_like(tokens.v)
     recurrence.by_token(tokens, state, spans, out)
     _store(states, stored, state)
@@ -76,9 +76,9 @@ def _tokens(
     return recurrence.prepared(q[None], k[None], v[None], decay, strength(b), None, True)
 
 
-def _load(pool: Tensor, slots: Tensor, begun: Tensor, count: int, v: Tensor) -> Tensor:
+def _load(pool: Tensor, slots: Tensor, has_initial_state: Tensor, count: int, v: Tensor) -> Tensor:
     _, heads, high, wide = pool.shape
-    return states.load(pool, slots, begun, count, (heads, high, wide), v.device)
+    return states.load(pool, slots, has_initial_state, count, (heads, high, wide), v.device)
 
 
 def _store(pool: Tensor, stored: Tensor, state: Tensor) -> None:
@@ -121,7 +121,7 @@ def _(call: Call) -> Tensor:
     """Parts of up to FEW tokens token by token, others in chunks."""
     tokens = _tokens(call.A_log, call.a, call.dt_bias, call.q, call.k, call.v, call.b)
     spans = segments.spans(call.starts, 1, len(call.q))
-    state = _load(call.states, call.slots, call.begun, len(spans), call.v)
+    state = _load(call.states, call.slots, call.has_initial_state, len(spans), call.v)
     out = torch.zeros_like(tokens.v)
     parts = [cut(span, at) for span, at in zip(spans, call.first.tolist(), strict=True)]
     for number in range(3):
@@ -148,7 +148,7 @@ def _(call: Call) -> Tensor:
     q, k, v, a, b = (launch.in_order(x, 1) for x in (call.q, call.k, call.v, call.a, call.b))
     rule = launch.Rule(q, k, v, a, b, call.A_log, call.dt_bias, q.shape[2] ** -0.5, True, *SOFTPLUS)
     of = launch.Sequences(
-        len(call.slots), 0, call.starts, call.slots, call.stored, call.begun, call.first
+        len(call.slots), 0, call.starts, call.slots, call.stored, call.has_initial_state, call.first
     )
     out = gpu.empty(v.shape, v.dtype, v.device)
     if not of.count:

@@ -31,7 +31,7 @@ class Sequences:
         starts: [count + 1] integers.
         slots: [count] integers, of states; None: sequence n has slot n.
         stored: [count] integers, slots of the states behind the tokens; None: `slots`.
-        begun: [count] bool, whether a sequence has a state.
+        has_initial_state: [count] bool, whether a sequence has a state.
         first: [count] integers, the place of the first token in a longer whole.
     """
 
@@ -40,7 +40,7 @@ class Sequences:
     starts: Tensor | None = None
     slots: Tensor | None = None
     stored: Tensor | None = None
-    begun: Tensor | None = None
+    has_initial_state: Tensor | None = None
     first: Tensor | None = None
 
 
@@ -110,7 +110,7 @@ def convolve(x: Tensor, by: Convolution, states: Tensor | None, of: Sequences, o
         states=states,
         starts=of.starts,
         slots=of.slots,
-        begun=of.begun,
+        has_initial_state=of.has_initial_state,
         out=out,
         tokens=tokens,
         channels=channels,
@@ -163,7 +163,7 @@ def convolve_each(
         starts=of.starts,
         slots=of.slots,
         stored=of.stored,
-        begun=of.begun,
+        has_initial_state=of.has_initial_state,
         ring=ring,
         out=out,
         channels=channels,
@@ -220,7 +220,7 @@ def run_tokens(
         pool=pool,
         slots=of.slots,
         stored=of.stored,
-        begun=of.begun,
+        has_initial_state=of.has_initial_state,
         starts=of.starts,
         first=of.first,
         buffer=buffer,
@@ -341,7 +341,7 @@ def run_chunks(
         first=of.first,
         pool=pool,
         slots=of.slots,
-        begun=of.begun,
+        has_initial_state=of.has_initial_state,
         v_token=rule.v.stride(0),
         v_head=rule.v.stride(1),
         BLOCK_V=block,

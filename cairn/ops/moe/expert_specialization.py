@@ -3,6 +3,8 @@ microscaling formats: e4m3 in blocks of 32, each with a power of two)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,14 @@ from cairn.ops.registry import op
 
 BLOCK = 32
 SCALES = (torch.uint8, torch.float8_e8m0fnu)
+READ = ("output", "a", "b", "scales_a", "scales_b", "problem_sizes", "expert_offsets")
+WITHOUT_EFFECT: dict[str, Any] = dict.fromkeys(
+    (
+        *("a_ptrs", "b_ptrs", "out_ptrs", "a_scales_ptrs", "b_scales_ptrs", "stride_a", "stride_b"),
+        *("stride_c", "layout_sfa", "layout_sfb", "workspace"),
+    )
+)
+"""Arguments of `fp8_blockwise_scaled_grouped_mm` that it reads, and those that it does not."""
 
 
 @op(mutates=("output",))
@@ -41,33 +51,21 @@ def es_fp8_blockwise_scaled_grouped_mm(
     Raises:
         BadArgument: for another shape, dtype or device.
     """
-    given = (output, a, b, scales_a, scales_b, problem_sizes, expert_offsets)
-    fp8_blockwise_scaled_grouped_mm.reference(*_all_arguments(*given))  # type: ignore[arg-type]
-
-
-def _all_arguments(
-    output: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scales_a: Tensor,
-    scales_b: Tensor,
-    problem_sizes: Tensor,
-    expert_offsets: Tensor,
-) -> tuple[Tensor | None, ...]:
-    codes, rest = (a, b, scales_a, scales_b), (problem_sizes, expert_offsets)
-    return (output, *(None,) * 5, *codes, *(None,) * 5, *rest, None)
-
-
-def _given(call: Call) -> tuple[Tensor | None, ...]:
-    return _all_arguments(
-        call.output,
-        call.a,
-        call.b,
-        call.scales_a,
-        call.scales_b,
-        call.problem_sizes,
-        call.expert_offsets,
+    fp8_blockwise_scaled_grouped_mm.reference(
+        output=output,
+        a=a,
+        b=b,
+        scales_a=scales_a,
+        scales_b=scales_b,
+        problem_sizes=problem_sizes,
+        expert_offsets=expert_offsets,
+        **WITHOUT_EFFECT,
     )
+
+
+def _given(call: Call) -> dict[str, Any]:
+    """Arguments for `fp8_blockwise_scaled_grouped_mm`."""
+    return WITHOUT_EFFECT | {name: getattr(call, name) for name in READ}
 
 
 @es_fp8_blockwise_scaled_grouped_mm.fake
@@ -79,14 +77,14 @@ def _(call: Call) -> None:
 def _(call: Call) -> None:
     check, whole = fp8_blockwise_scaled_grouped_mm._check, fp8_blockwise_scaled_grouped_mm.bind
     assert check is not None
-    check(whole(*_given(call)))
+    check(whole(**_given(call)))
 
 
 @es_fp8_blockwise_scaled_grouped_mm.implementation(
     "grouped", devices=("cuda",) if gpu.AVAILABLE else (), replayed=True
 )
 def _(call: Call) -> None:
-    fp8_blockwise_scaled_grouped_mm(*_given(call))  # type: ignore[arg-type]
+    fp8_blockwise_scaled_grouped_mm(**_given(call))
 
 
 @op(mutates=("quant_output", "scale_factor"))

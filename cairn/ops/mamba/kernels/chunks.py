@@ -187,8 +187,8 @@ def chunk_kernel(
 
 @triton.jit
 def carry_kernel(
-    q, k, v, weights, scores, factors, decays, before, out, pool, slots, stored, begun, starts,
-    first, length, q_token, q_head, k_token, k_head, v_token, v_head, HEADS: tl.constexpr,
+    q, k, v, weights, scores, factors, decays, before, out, pool, slots, stored, has_initial_state,
+    starts, first, length, q_token, q_head, k_token, k_head, v_token, v_head, HEADS: tl.constexpr,
     EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, FEW_APART: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -205,8 +205,8 @@ def carry_kernel(
     slot = number.to(tl.int64) if slots is None else tl.load(slots + number).to(tl.int64)
     target = slot if stored is None else tl.load(stored + number).to(tl.int64)
     used = slot >= 0
-    if begun is not None:
-        used = used & tl.load(begun + number).to(tl.int1)
+    if has_initial_state is not None:
+        used = used & tl.load(has_initial_state + number).to(tl.int1)
     chunks = tl.where(end > begin, (shift + end - begin + GRID - 1) // GRID, 0)
     if FEW_APART:
         if (end - begin <= FEW) & (end > begin):

@@ -35,7 +35,7 @@ def past(states, slot, used, channel, column, stride, channel_stride, inside):
 
 @triton.jit
 def conv_tokens_kernel(
-    x, weight, bias, states, starts, slots, begun, out, tokens, channels, count, length,
+    x, weight, bias, states, starts, slots, has_initial_state, out, tokens, channels, count, length,
     x_token, x_channel, out_token, out_channel, weight_channel, weight_tap,
     state_stride, state_channel, SIZE: tl.constexpr, WIDTH: tl.constexpr, SKIPPED: tl.constexpr,
     SILU: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -58,10 +58,10 @@ def conv_tokens_kernel(
     known = token < tl.minimum(end, tokens)
     slot = number if slots is None else tl.load(slots + number, mask=known, other=-1)
     used = known & (slot >= 0)
-    if begun is None:
+    if has_initial_state is None:
         used = known & False
     else:
-        used = used & tl.load(begun + number, mask=known, other=0).to(tl.int1)
+        used = used & tl.load(has_initial_state + number, mask=known, other=0).to(tl.int1)
     inside = known[:, None] & (channel < channels)[None, :]
     y = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
     if bias is not None:
@@ -133,9 +133,10 @@ def convolve_back(
 
 @triton.jit(early=())
 def conv_sequences_kernel(
-    x, weight, bias, states, starts, slots, stored, begun, ring, out, channels, tokens, length,
-    x_token, x_channel, x_batch, out_token, out_channel, out_batch, weight_channel, weight_tap,
-    state_stride, state_channel, SIZE: tl.constexpr, WIDTH: tl.constexpr, SKIPPED: tl.constexpr,
+    x, weight, bias, states, starts, slots, stored, has_initial_state, ring, out, channels,
+    tokens, length, x_token, x_channel, x_batch, out_token, out_channel, out_batch,
+    weight_channel, weight_tap, state_stride, state_channel,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, SKIPPED: tl.constexpr,
     SILU: tl.constexpr, CONVOLVE: tl.constexpr, UPDATE: tl.constexpr, COLUMNS: tl.constexpr,
     CHANNELS: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -144,8 +145,8 @@ def conv_sequences_kernel(
 
     starts: [N + 1], or None: sequence n is x[n] with `length` tokens. ring: [N], tokens before
     these, of states that are rings; None: states are shifted. stored: slots of the states behind
-    the tokens, or None: `slots`. begun None: all have a state. tokens: of all; those behind the
-    last sequence get 0. PDL: as in `await_previous`.
+    the tokens, or None: `slots`. has_initial_state None: all have a state.
+    tokens: of all; those behind the last sequence get 0. PDL: as in `await_previous`.
     """
     await_previous(PDL)
     number, part = row_and_part(PROGRAMS)
@@ -163,8 +164,8 @@ def conv_sequences_kernel(
         out += number * out_batch
     slot = number if slots is None else tl.load(slots + number).to(tl.int64)
     used = slot >= 0
-    if begun is not None:
-        used = used & tl.load(begun + number).to(tl.int1)
+    if has_initial_state is not None:
+        used = used & tl.load(has_initial_state + number).to(tl.int1)
     before = 0 if ring is None else tl.load(ring + number)
     live = inside
     if SKIPPED is not None:

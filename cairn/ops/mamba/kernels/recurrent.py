@@ -85,9 +85,10 @@ def clear(at, first, end, stride, inside):
 
 @triton.jit(early=())
 def recurrent_kernel(
-    q, k, v, a, b, a_log, dt_bias, out, pool, slots, stored, begun, starts, first, buffer, rows,
-    parents, trail, tokens, length, scale, beta, threshold, q_token, q_head, k_token, k_head,
-    v_token, v_head, a_token, a_head, b_token, buffer_stride, parents_stride, trail_stride,
+    q, k, v, a, b, a_log, dt_bias, out, pool, slots, stored, has_initial_state, starts, first,
+    buffer, rows, parents, trail, tokens, length, scale, beta, threshold, q_token, q_head,
+    k_token, k_head, v_token, v_head, a_token, a_head, b_token,
+    buffer_stride, parents_stride, trail_stride,
     HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr,
     BY_COLUMN: tl.constexpr, UPDATE: tl.constexpr, PDL: tl.constexpr,
@@ -109,8 +110,8 @@ def recurrent_kernel(
     slot = number if slots is None else tl.load(slots + number).to(tl.int64)
     target = slot if stored is None else tl.load(stored + number).to(tl.int64)
     used = slot >= 0
-    if begun is not None:
-        used = used & tl.load(begun + number).to(tl.int1)
+    if has_initial_state is not None:
+        used = used & tl.load(has_initial_state + number).to(tl.int1)
     if first is not None:
         slot_of_first = tl.load(first + number).to(tl.int64)
         behind = (slot_of_first + end - begin) // GRID * GRID - slot_of_first
