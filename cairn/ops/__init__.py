@@ -162,8 +162,7 @@ from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
 from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknorm_across_heads
 from cairn.ops.norm.fused_rmsnorm_gated import fused_rmsnorm_gated
-from cairn.ops.norm.gemma_fused_add_rmsnorm import gemma_fused_add_rmsnorm
-from cairn.ops.norm.gemma_rmsnorm import gemma_rmsnorm
+from cairn.ops.norm.gemma import gemma4_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm
 from cairn.ops.norm.l2norm import l2norm
 from cairn.ops.norm.layernorm import layernorm
 from cairn.ops.norm.rmsnorm import rmsnorm
@@ -346,6 +345,7 @@ __all__ = [
     "gelu_and_mul",
     "gelu_quick",
     "gelu_tanh_and_mul",
+    "gemma4_rmsnorm",
     "gemma_fused_add_rmsnorm",
     "gemma_rmsnorm",
     "get_cutlass_w4a8_moe_mm_data",

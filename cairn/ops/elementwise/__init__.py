@@ -11,8 +11,7 @@ from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
 from cairn.ops.elementwise.copy_to_gpu_no_ce import copy_to_gpu_no_ce
 from cairn.ops.elementwise.fp8 import downcast_fp8
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
-from cairn.ops.norm.gemma_fused_add_rmsnorm import gemma_fused_add_rmsnorm
-from cairn.ops.norm.gemma_rmsnorm import gemma_rmsnorm
+from cairn.ops.norm.gemma import gemma_fused_add_rmsnorm, gemma_rmsnorm
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.rotary.apply_rope_with_cos_sin_cache_inplace import (
     FusedSetKVBufferArg,

@@ -4,8 +4,7 @@ What FlashInfer has of this in its module `norm` is in `cairn.ops.norm` too.
 """
 
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
-from cairn.ops.norm.gemma_fused_add_rmsnorm import gemma_fused_add_rmsnorm
-from cairn.ops.norm.gemma_rmsnorm import gemma_rmsnorm
+from cairn.ops.norm.gemma import gemma_fused_add_rmsnorm, gemma_rmsnorm
 from cairn.ops.norm.rmsnorm import rmsnorm
 
 __all__ = ["fused_add_rmsnorm", "gemma_fused_add_rmsnorm", "gemma_rmsnorm", "rmsnorm"]

@@ -11,8 +11,7 @@ from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
 from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknorm_across_heads
 from cairn.ops.norm.fused_rmsnorm_gated import fused_rmsnorm_gated
-from cairn.ops.norm.gemma_fused_add_rmsnorm import gemma_fused_add_rmsnorm
-from cairn.ops.norm.gemma_rmsnorm import gemma_rmsnorm
+from cairn.ops.norm.gemma import gemma4_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm
 from cairn.ops.norm.l2norm import l2norm
 from cairn.ops.norm.layernorm import layernorm
 from cairn.ops.norm.rmsnorm import rmsnorm
@@ -53,6 +52,7 @@ def _by_torch(x: Tensor, weight: Tensor) -> Tensor:
 
 
 rmsnorm.bench(_rows("rmsnorm", Alternative("rms_norm", _by_torch)))
+gemma4_rmsnorm.bench(_rows("gemma4_rmsnorm"))
 gemma_rmsnorm.bench(_rows("gemma_rmsnorm"))
 rmsnorm_hf.bench(_rows("rmsnorm_hf"))
 fused_add_rmsnorm.bench(_sums("fused_add_rmsnorm"))

@@ -9,8 +9,7 @@ from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm
 from cairn.ops.norm.fused_inplace_qknorm_across_heads import fused_inplace_qknorm_across_heads
 from cairn.ops.norm.fused_rmsnorm_gated import fused_rmsnorm_gated
-from cairn.ops.norm.gemma_fused_add_rmsnorm import gemma_fused_add_rmsnorm
-from cairn.ops.norm.gemma_rmsnorm import gemma_rmsnorm
+from cairn.ops.norm.gemma import gemma4_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm
 from cairn.ops.norm.l2norm import l2norm
 from cairn.ops.norm.layernorm import layernorm
 from cairn.ops.norm.rmsnorm import rmsnorm
@@ -93,6 +92,17 @@ def _(make: Make) -> Cases:
     yield make.args(x, make.randn(65, dtype=half), gate, 1e-5)
     yield make.args(x[..., :40], make.randn(40), gate[..., :40].float())
     yield make.args(make.randn(0, 16), make.randn(16), make.randn(0, 16))
+
+
+@gemma4_rmsnorm.cases
+def _(make: Make) -> Cases:
+    yield make.args(make.randn(7, 96), make.randn(96))
+    half = torch.bfloat16
+    yield make.args(make.randn(2, 3, 65, dtype=half), make.randn(65, dtype=half), 1e-5, 1.0)
+    yield make.args(make.randn(5, 128, dtype=half)[:, :64], make.randn(64), scale_shift=-0.5)
+    yield make.args(make.randn(3, 2, 24), make.randn(24), scale_shift=1.0, with_scale=False)
+    yield make.args(make.randn(3, 24), None, with_scale=False)
+    yield make.args(make.randn(0, 16), make.randn(16))
 
 
 @l2norm.cases

@@ -158,10 +158,10 @@ def qknorm_rows_kernel(
 @triton.jit(early=())
 def lengths_kernel(
     x, weight, gate, out, rows, heads, x_token, x_head, gate_token, gate_head, width, divisor, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    shift, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows [width], of which a token has `heads`: out = x * rsqrt(sum(x^2) / divisor + eps),
-    then * weight * silu(gate), where these are given. PDL: as in `await_previous`."""
+    then * (weight + shift) * silu(gate), where these are given. PDL: as in `await_previous`."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -171,7 +171,7 @@ def lengths_kernel(
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 1) / divisor + eps)[:, None]
     if weight is not None:
-        factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+        factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + shift
         value *= factor[None, :]
     if gate is not None:
         at = gate + token * gate_token + head * gate_head + column[None, :]

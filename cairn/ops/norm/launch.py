@@ -20,12 +20,17 @@ PROGRAM = 2048
 
 def check_rows(op: str, input: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
     """Raise BadArgument unless input [..., H], weight [H] and out fit."""
-    expect(op, "input", input, dtypes=FLOATS)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        refuse(op, "input", f"has shape {list(input.shape)}, not [..., H] with H > 0")
+    check_input(op, input)
     check_weight(op, "weight", weight, input)
     if out is not None:
         expect(op, "out", out, input.shape, (input.dtype,), like=input)
+
+
+def check_input(op: str, input: Tensor) -> None:
+    """Raise BadArgument unless input is [..., H] of floating-point numbers."""
+    expect(op, "input", input, dtypes=FLOATS)
+    if input.dim() == 0 or input.shape[-1] == 0:
+        refuse(op, "input", f"has shape {list(input.shape)}, not [..., H] with H > 0")
 
 
 def check_weight(op: str, name: str, weight: Tensor, input: Tensor) -> None:
@@ -140,9 +145,17 @@ def _norm_sums(call: Call, shifted: bool) -> None:
 
 
 def divide_by_lengths(
-    input: Tensor, eps: float, mean: bool, weight: Tensor | None = None, gate: Tensor | None = None
+    input: Tensor,
+    eps: float,
+    mean: bool,
+    weight: Tensor | None = None,
+    gate: Tensor | None = None,
+    shift: float = 0.0,
 ) -> Tensor:
-    """`lengths_kernel` over input [..., H] and the gate, by the mean of squares or their sum."""
+    """`lengths_kernel` over input [..., H] and the gate, by the mean of squares or their sum.
+
+    shift: added to the weight, in float32.
+    """
     width = input.shape[-1]
     out = gpu.empty(input.shape, input.dtype, input.device)
     if not out.numel():
@@ -166,6 +179,7 @@ def divide_by_lengths(
         width=width,
         divisor=width if mean else 1,
         eps=eps,
+        shift=shift,
         ROWS=side,
         BLOCK=block,
         PDL=uses_pdl(x.device, programs, warps),

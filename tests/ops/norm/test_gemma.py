@@ -1,11 +1,11 @@
-"""Gemma's norms against float64: the weight is stored less 1."""
+"""Gemma's norms against float64: the weight is stored less 1, or less a shift."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from cairn.ops import gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
+from cairn.ops import gemma4_rmsnorm, gemma_fused_add_rmsnorm, gemma_rmsnorm, rmsnorm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -48,3 +48,16 @@ def test_sum_and_norm(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(residual, total.to(dtype))
     half_unit = torch.finfo(dtype).eps / 2
     torch.testing.assert_close(x.double(), expected, rtol=half_unit * 1.01 + 1e-6, atol=1e-6)
+
+
+def test_gemma4_adds_its_shift_or_leaves_the_weight_out() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 50), torch.randn(50)
+    plain = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    for shift in (0.0, 1.0):
+        wanted = plain * (weight.double() + shift)
+        torch.testing.assert_close(gemma4_rmsnorm(x, weight, 1e-5, shift, True).double(), wanted)
+    bare = gemma4_rmsnorm(x, weight, 1e-5, 1.0, False)
+    torch.testing.assert_close(bare.double(), plain)
+    assert torch.equal(bare, gemma4_rmsnorm(x, None, 1e-5, with_scale=False))
+    assert torch.equal(gemma4_rmsnorm(x, weight, scale_shift=1.0), gemma_rmsnorm(x, weight))
