@@ -57,7 +57,7 @@ def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
     weights = model.weights(frozenset(entries))
     account(weights, entries, folder, ignored)
     _check_filled(model, weights)
-    _clear_padding(model)
+    _clear(model)
     by_file: dict[Path, list[Weight]] = defaultdict(list)
     for weight in weights:
         if weight.parameter is not None and weight.source in entries:
@@ -187,7 +187,7 @@ def draw_weights(model: Any, seed: int) -> None:
     """
     weights = model.weights()
     _check_filled(model, weights)
-    _clear_padding(model)
+    _clear(model)
     for i, weight in enumerate(weights):
         if weight.parameter is None:
             continue
@@ -226,9 +226,14 @@ def _padding(model: nn.Module) -> Iterator[tuple[nn.Parameter, Tensor]]:
             yield module.weight, module.weight.detach()[-module.padding :]
 
 
-def _clear_padding(model: nn.Module) -> None:
+def _clear(model: nn.Module) -> None:
+    """Zero padding, and scales: of those 255 is NaN, and any other byte a power of two."""
     for _, rows in _padding(model):
         rows.zero_()
+    for module in model.modules():
+        scale = getattr(module, "scale", None)
+        if isinstance(scale, nn.Parameter):
+            scale.zero_()
 
 
 def _check_filled(model: nn.Module, weights: Sequence[Weight]) -> None:
@@ -240,10 +245,9 @@ def _check_filled(model: nn.Module, weights: Sequence[Weight]) -> None:
         if weight.parameter is not None:
             filled[id(weight.parameter)] += weight.place.numel()
     for name, parameter in model.named_parameters():
-        if filled.get(id(parameter)) != parameter.numel():
-            raise AssertionError(
-                f"{filled.get(id(parameter))} numbers of {name} {tuple(parameter.shape)} are filled"
-            )
+        count = filled[id(parameter)]
+        if count != parameter.numel():
+            raise AssertionError(f"{count} of the {parameter.numel()} numbers of {name} are filled")
 
 
 def _listed(kind: str, items: list[str]) -> str:

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn.attention.inputs import MlaInputs
 from cairn.layers.mla import MlaAttention
@@ -116,6 +117,20 @@ def test_indexer(interleaved):
     near(index.q, rotated(q, interleaved))
     near(index.k, rotated(k, interleaved))
     near(index.weights, x @ own.head_weights.T * 2**-0.5 * 7**-0.5)
+
+
+def test_queries_are_one_tensor_that_nothing_concatenates():
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func is not torch.ops.aten.cat.default
+            return func(*args, **(kwargs or {}))
+
+    module = built(spec_of(False, True, True))
+    x, layer = torch.randn(TOKENS, HIDDEN), AllTokens(module.spec)
+    layer.run = lambda inputs: setattr(layer, "inputs", inputs) or inputs.q[..., :8].contiguous()
+    with Calls():
+        module(Hidden(x), layer, Angles(torch.arange(TOKENS), torch.float32))
+    assert layer.inputs.q.shape == (TOKENS, 3, 8 + 4) and layer.inputs.q.is_contiguous()
 
 
 def test_head_weights_of_bfloat16_are_summed_in_float32():

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cairn.errors import BadModel
+from cairn.models import weights
+from cairn.models.decoder import Decoder
 from cairn.models.registry import load_model, load_spec
 from cairn.specs.ffn import DenseFfn, MoeFfn
 from tests.specs import declared, parameter_count
@@ -261,9 +263,52 @@ def test_a_scale_that_is_missing_or_misshapen(tmp_path):
     copied(case, tmp_path, lambda t: t | {name: torch.ones(3, 1)})
     with pytest.raises(BadModel, match=rf"misshapen: {name}"):
         load(folder)
-    copied(case, tmp_path, lambda t: t | {name: -t[name].float()})
-    with pytest.raises(BadModel, match=f"{name} holds"):
-        load(folder)
+    not_finite = torch.full((1, 1), 255, dtype=torch.uint8)
+    for values in (lambda x: -x.float(), lambda x: not_finite.expand(x.shape).contiguous()):
+        copied(case, tmp_path, lambda t, values=values: t | {name: values(t[name])})
+        with pytest.raises(BadModel, match=f"{name} holds a scale that is NaN, infinite or neg"):
+            load(folder)
+
+
+def fill_memory(monkeypatch):
+    """Parameters hold bytes of 255 before they are read: NaN, and e8m0's NaN."""
+    empty = torch.nn.Module.to_empty
+
+    def filled(module, **where):
+        for parameter in empty(module, **where).parameters():
+            parameter.view(torch.uint8).fill_(255)
+        return module
+
+    monkeypatch.setattr(torch.nn.Module, "to_empty", filled)
+
+
+def test_a_scale_that_nothing_fills_is_named_and_is_zero(monkeypatch):
+    case, every = GOLDENS / "v32_fp8_scale_ue8m0", Decoder.weights
+
+    def incomplete(model, stored=None):
+        left_out = "layers.1.self_attn.o_proj.weight_scale_inv"
+        return [one for one in every(model, stored) if not one.source.endswith(left_out)]
+
+    monkeypatch.setattr(Decoder, "weights", incomplete)
+    fill_memory(monkeypatch)
+    with pytest.raises(BadModel, match="unexpected: model.layers.1.self_attn.o_proj.weight_scale"):
+        load(case)
+    monkeypatch.setattr(weights, "account", lambda *given: None)
+    with pytest.raises(AssertionError, match="0 of the 2 numbers of layers.1.mixer.out.scale"):
+        load(case)
+    monkeypatch.setattr(weights, "_check_filled", lambda *given: None)
+    assert not load(case).layers[1].mixer.out.scale.any()
+
+
+@pytest.mark.parametrize("case", ["v32_fp8_scale_ue8m0", "glm_freq4_offset3"])
+def test_every_number_of_a_model_is_read_from_its_files(case, monkeypatch):
+    """Memory that holds NaN and 255 before they are read gives the same model: no scale, and no
+    other parameter, keeps what was there."""
+    wanted = load(GOLDENS / case)
+    fill_memory(monkeypatch)
+    found = dict(load(GOLDENS / case).named_parameters())
+    for name, parameter in wanted.named_parameters():
+        assert torch.equal(found[name].view(torch.uint8), parameter.view(torch.uint8)), name
 
 
 def test_draft_layers_are_skipped_and_nothing_else(tmp_path):

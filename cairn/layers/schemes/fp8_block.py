@@ -128,9 +128,7 @@ class Fp8BlockScheme(Scheme):
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn)
         linear.weight = nn.Parameter(weight, requires_grad=False)
         rows = sum(self._blocks(part.size, linear)[0] for part in linear.parts)
-        # Zeros instead of uninitialised memory: a scale that the loader missed is then never
-        # arbitrary.
-        scale = torch.zeros(*lead, rows, self._blocks(0, linear)[1], dtype=torch.float32)
+        scale = torch.empty(*lead, rows, self._blocks(0, linear)[1], dtype=torch.float32)
         linear.scale = nn.Parameter(scale, requires_grad=False)
 
     def weights(

@@ -420,5 +420,5 @@ def _reordered_codes(stored: Tensor, order: Tensor) -> Tensor:
 
 
 def parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """Zeros, so that what a loader missed is never arbitrary."""
-    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+    """Uninitialised numbers, for a loader to write."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

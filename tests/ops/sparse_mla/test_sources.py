@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.ops import paged_mla, sparse_mla
+from cairn.ops import gpu, paged_mla, sparse_mla
 from cairn.ops.sparse_mla import records
 from cairn.ops.sparse_mla.tuning import TUNING
 
@@ -41,22 +41,32 @@ class Case:
         self.cells = self.table.cpu()[:, slot // SIZE] * SIZE + slot % SIZE
         self.q = torch.randn(TOKENS, heads, LATENT + ROPE, generator=g).to(device)
         self.length = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
+        self.ends = self.length
         self.device = device
+        self.behind = PAGES * SIZE - 1
 
-    def read(self, source: str, most: int = MOST) -> tuple[Tensor, Tensor]:
+    def guard(self, most: int) -> None:
+        """Lists end at `most`; what does not count in them is -1."""
+        self.behind, self.ends = -1, torch.full_like(self.length, most)
+
+    def read(
+        self, source: str, most: int = MOST, implementation: str | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(o, lse), of lists with room for so many; behind its length a list names nobody's."""
-        given = (self.length, SCALE, LATENT)
-        cells = torch.full((TOKENS, most), PAGES * SIZE - 1)
+        given = (self.ends, SCALE, LATENT)
+        cells = torch.full((TOKENS, most), self.behind)
         cells[:, :MOST] = self.cells
-        cells = cells.where(torch.arange(most) < self.length.cpu()[:, None], PAGES * SIZE - 1)
+        counts = torch.arange(most) < self.length.cpu()[:, None]
+        cells = cells.where(counts, self.behind)
         if source == "paged":
             row = torch.arange(TOKENS, device=self.device)
             cache = self.lines.view(PAGES, SIZE, -1)
             return paged_mla(self.q, cache, self.table, row, *given)
         if source == "gathered":
             # A token's own records side by side.
-            cache = self.lines[cells.flatten().to(self.device)].view(TOKENS, most, -1)
+            cache = self.lines[cells.clamp(min=0).flatten().to(self.device)].view(TOKENS, most, -1)
             own = torch.arange(TOKENS * most).view(TOKENS, most)
+            own = own.where(counts | (self.behind >= 0), -1)
         elif source == "indexed":
             cache, own = self.lines.unsqueeze(0), cells
         else:
@@ -64,7 +74,8 @@ class Case:
             cache = self.lines.new_full((PAGES, SIZE + 4, self.lines.shape[1]), 255)[:, :SIZE]
             cache.copy_(self.lines.view(PAGES, SIZE, -1))
             own = cells
-        return sparse_mla(self.q, cache, own.int().to(self.device), *given)
+        attend = sparse_mla if implementation is None else sparse_mla.using(implementation)
+        return attend(self.q, cache, own.int().to(self.device), *given)
 
 
 @pytest.mark.parametrize("heads", [1, 6])
@@ -78,12 +89,14 @@ def test_every_source_gives_the_same(source: str, heads: int, device: str) -> No
     assert not o[1].any() and bool(lse[1].isneginf().all())
 
 
-@pytest.mark.gpu
+@pytest.mark.skipif(not (gpu.AVAILABLE or gpu.INTERPRETED), reason="needs Triton")
 @pytest.mark.parametrize("source", ["gathered", "indexed", "global slots"])
-def test_a_loop_that_ends_at_the_length_changes_no_bit(source: str) -> None:
-    """As a loop over all there is room for, which passes over what lies behind the length."""
-    case = Case(6, "cuda")
-    # As many splits, however much room there is.
+def test_a_loop_that_ends_at_the_length_changes_no_bit(source: str, device: str) -> None:
+    """As a loop over all that a list has room for, in which no cell stands behind the length."""
+    case = Case(6, device)
+    # As many splits, however long the loop is.
     with TUNING.replaced(programs=1, few_programs=1):
-        short, long = case.read(source), case.read(source, 2048)
-    assert torch.equal(short[0], long[0]) and torch.equal(short[1], long[1])
+        bounded = case.read(source, 4 * MOST, "triton")
+        case.guard(4 * MOST)
+        guarded = case.read(source, 4 * MOST, "triton")
+    assert torch.equal(bounded[0], guarded[0]) and torch.equal(bounded[1], guarded[1])
