@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "cairn").rglob("*.py"))
-TESTS = sorted((ROOT / "tests").rglob("*.py"))
+FILES = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
 HEAVY = ("torch", "triton", "transformers", "numpy")
 
 FILE_LINES = 500
@@ -78,24 +79,34 @@ def test_loads_no_torch(code):
     assert not loaded.intersection(HEAVY)
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=name_of)
-def test_size_budgets(path):
+def over_size(path: Path) -> Iterator[str]:
+    """A file of too many lines, and its functions of too many."""
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= (KERNEL_FILE_LINES if is_kernel_file(path) else FILE_LINES)
+    if lines > (KERNEL_FILE_LINES if is_kernel_file(path) else FILE_LINES):
+        yield f"{name_of(path)} has {lines} lines"
     for function in functions(path):
         length = (function.end_lineno or function.lineno) - function.lineno + 1
-        assert length <= FUNCTION_LINES, f"{function.name} has {length} lines"
+        if length > FUNCTION_LINES:
+            yield f"{name_of(path)}: {function.name} has {length} lines"
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in SOURCES if not OPS & {*p.relative_to(ROOT).parts}], ids=name_of
-)
-def test_parameter_budget(path):
+def test_size_budgets():
+    assert not [found for path in FILES for found in over_size(path)]
+
+
+def over_parameters(path: Path) -> Iterator[str]:
+    """Functions of a file with too many parameters."""
     for function in functions(path):
         given = function.args
         names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
         count = len([n for n in names if n not in ("self", "cls")])
-        assert count <= PARAMETERS, f"{function.name} has {count} parameters"
+        if count > PARAMETERS:
+            yield f"{name_of(path)}: {function.name} has {count} parameters"
+
+
+def test_parameter_budget():
+    files = [path for path in SOURCES if not OPS & {*path.relative_to(ROOT).parts}]
+    assert not [found for path in files for found in over_parameters(path)]
 
 
 def public_without_docstring(node: ast.AST, prefix: str = "") -> list[str]:
@@ -113,18 +124,16 @@ def public_without_docstring(node: ast.AST, prefix: str = "") -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_public_names_have_docstrings(path):
-    module = tree(path)
-    assert ast.get_docstring(module), "the module itself"
-    assert not public_without_docstring(module)
+def test_public_names_have_docstrings():
+    assert not [name_of(path) for path in SOURCES if not ast.get_docstring(tree(path))]
+    missing = {name_of(path): public_without_docstring(tree(path)) for path in SOURCES}
+    assert not {path: names for path, names in missing.items() if names}
 
 
 # Put together from pieces, so that this file does not contain what it looks for.
 OUTSIDE = re.compile("|".join((r"\.\./" + "shared", "/work" + "/", "/ho" + "me/", "/ro" + "ot/")))
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=name_of)
-def test_stands_alone(path):
-    found = [line for line in path.read_text(encoding="utf-8").splitlines() if OUTSIDE.search(line)]
-    assert not found
+def test_stands_alone():
+    found = {name_of(path): OUTSIDE.search(path.read_text(encoding="utf-8")) for path in FILES}
+    assert not {path: match for path, match in found.items() if match}

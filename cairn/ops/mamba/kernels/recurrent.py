@@ -88,10 +88,9 @@ def recurrent_kernel(
     q, k, v, a, b, a_log, dt_bias, out, pool, slots, stored, has_initial_state, starts, first,
     buffer, rows, parents, trail, tokens, length, scale, beta, threshold, q_token, q_head,
     k_token, k_head, v_token, v_head, a_token, a_head, b_token,
-    buffer_stride, parents_stride, trail_stride,
-    HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr,
-    BY_COLUMN: tl.constexpr, UPDATE: tl.constexpr, PDL: tl.constexpr,
+    buffer_stride, parents_stride, trail_stride, HEADS: tl.constexpr, EACH: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    NORMALISED: tl.constexpr, BY_COLUMN: tl.constexpr, UPDATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One sequence in one value head, BLOCK_V rows of its state.
 
