@@ -48,6 +48,8 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
             keys and values, "fp8_ds" of latent attention.
         max_model_len: longest sequence in user tokens, prompt and output together.
         kv_cache_memory: bytes of the page pool, or text such as "4GiB".
+        kv_host_memory: bytes of host memory, or text such as "64GiB", in which pages stay that the
+            device's prefix cache gives up; None: they are lost.
         gpu_memory_utilization: share of a GPU's memory of which pages get what is left.
         disable_cuda_graph: all steps on a GPU are launched operation by operation.
         disable_overlap_schedule: a step on a GPU is planned when the one before has ended.
@@ -68,6 +70,7 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
     kv_cache_memory: int | str | None = None
+    kv_host_memory: int | str | None = None
     gpu_memory_utilization: float | None = None
     disable_cuda_graph: bool = False
     disable_overlap_schedule: bool = False
@@ -143,6 +146,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None
     disable_cuda_graph: bool
     disable_overlap_schedule: bool
+    kv_host_memory: int = 0
     speculation: Speculation | None = None
     media: MediaLimits = field(default_factory=MediaLimits)
     choices: tuple[Choice, ...] = field(default=())
@@ -188,6 +192,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         gpu_memory_utilization=share,
         disable_cuda_graph=options.disable_cuda_graph,
         disable_overlap_schedule=options.disable_overlap_schedule,
+        kv_host_memory=_resolve_host_memory(options),
         speculation=speculation,
         media=resolve_media(options),
         choices=tuple(notes.choices),
@@ -243,7 +248,8 @@ def _resolve_memory(
     options: EngineOptions, machine: Machine, device: str, notes: Notes
 ) -> tuple[int | None, float | None]:
     """Bytes of the page pool, or the share of a GPU's memory for weights, activations and pages."""
-    memory, share = _bytes(options.kv_cache_memory), options.gpu_memory_utilization
+    memory = _bytes("kv_cache_memory", options.kv_cache_memory)
+    share = options.gpu_memory_utilization
     if not device.startswith("cuda"):
         if share is not None:
             raise BadConfig(
@@ -289,7 +295,18 @@ def _resolve_chunk(options: EngineOptions, device: str, dtype: str, notes: Notes
     return chunk
 
 
-def _bytes(value: int | str | None) -> int | None:
+def _resolve_host_memory(options: EngineOptions) -> int:
+    asked = _bytes("kv_host_memory", options.kv_host_memory)
+    if asked is not None and not options.enable_prefix_caching:
+        raise BadConfig(
+            f"kv_host_memory is {options.kv_host_memory!r}, which keeps pages of the prefix cache, "
+            "but enable_prefix_caching is false",
+            "Leave one of the two out",
+        )
+    return asked or 0
+
+
+def _bytes(name: str, value: int | str | None) -> int | None:
     if value is None:
         return None
     if isinstance(value, str):
@@ -299,12 +316,12 @@ def _bytes(value: int | str | None) -> int | None:
         except ValueError:
             number = -1.0
         if match is None or number <= 0:
-            raise BadConfig(f"kv_cache_memory is {value!r}", "Write bytes or a size such as 4GiB")
+            raise BadConfig(f"{name} is {value!r}", "Write bytes or a size such as 4GiB")
         unit = (match[2] or "B").upper()
         base = 1024 if "I" in unit or len(unit) == 1 else 1000
         value = int(number * base ** " KMGT".index(unit[0])) if unit != "B" else int(number)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise BadConfig(f"kv_cache_memory is {value!r}", "Write bytes or a size such as 4GiB")
+        raise BadConfig(f"{name} is {value!r}", "Write bytes or a size such as 4GiB")
     return value
 
 

@@ -44,7 +44,7 @@ FEATURES = {
     "images": "prompts with images and videos give the reference's logits",
     "TP": "tensor parallelism over several GPUs",
     "PD": "prefill and decode in different processes",
-    "host tier": "pages in host memory beside those of the device",
+    "host prefix cache": "a prefix that the device gave up comes back from host memory bit for bit",
 }
 """Feature -> what a test of it shows, the columns of the table."""
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from cairn.cache.host import HostCache
 from cairn.cache.paged import Lease, PageCache
 from cairn.cache.radix import Node, RadixTree
 from cairn.cache.states import StateSnapshots
@@ -63,6 +64,28 @@ class SnapshotReport:
 
 
 @dataclass(frozen=True, slots=True)
+class HostReport:
+    """What the check counted of the places for records of one kind in host memory.
+
+    Attributes:
+        count: places.
+        free: those that hold nothing.
+        kept: those with records.
+        taken: those for records to come.
+        leaked: places that nobody claims.
+    """
+
+    count: int
+    free: int
+    kept: int
+    taken: int
+    leaked: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.count} host records: {self.kept} kept, {self.taken} to come"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What the check counted, in pages unless said.
 
@@ -76,6 +99,7 @@ class Report:
         window: counts of the window layers' pool, None where it has none.
         snapshots: counts of the snapshots of recurrent states, None without such layers.
         problems: one line for every broken rule, empty when all is well.
+        host: counts of the records in host memory, by kind; empty without them.
     """
 
     num_pages: int
@@ -90,6 +114,7 @@ class Report:
     window: WindowReport | None
     snapshots: SnapshotReport | None
     problems: tuple[str, ...]
+    host: tuple[HostReport, ...] = ()
 
     def __str__(self) -> str:
         counts = (
@@ -97,7 +122,7 @@ class Report:
             f"({self.evictable} evictable, {self.nodes} nodes), "
             f"{self.owned} owned by {self.leases} leases"
         )
-        others = [str(part) for part in (self.window, self.snapshots) if part is not None]
+        others = [str(part) for part in (self.window, self.snapshots, *self.host) if part]
         return "; ".join((counts, *others, *self.problems))
 
 
@@ -154,6 +179,10 @@ def examine(cache: PageCache, leases: Iterable[Lease]) -> Report:
     if cache.states is not None:
         snapshots, broken = _examine_snapshots(cache.states, leases, set(cached))
         problems += broken
+    host: tuple[HostReport, ...] = ()
+    if cache.host is not None:
+        host, broken = _examine_host(cache.host, set(cached))
+        problems += broken
     return Report(
         num_pages=cache.num_pages,
         free=len(free),
@@ -167,6 +196,7 @@ def examine(cache: PageCache, leases: Iterable[Lease]) -> Report:
         window=window,
         snapshots=snapshots,
         problems=tuple(problems),
+        host=host,
     )
 
 
@@ -235,6 +265,25 @@ def _examine_snapshots(
             problems.append("a lease lets go of a snapshot that it does not write")
     counts = len(everything), len(free), len(beside), len(written)
     return SnapshotReport(*counts, leaked), problems
+
+
+def _examine_host(host: HostCache, cached: set[int]) -> tuple[tuple[HostReport, ...], list[str]]:
+    """Each place is free, taken or keeps one record; every page of the tree has a name."""
+    reports, problems = [], []
+    for slots in host.slots:
+        free, kept = list(slots.allocator.free_pages), list(slots.kept.values())
+        claims = Counter((*free, *kept, *slots.taken))
+        everything = range(slots.allocator.num_pages)
+        leaked = tuple(slot for slot in everything if not claims[slot])
+        if leaked or claims.total() != len(claims) or claims.keys() - everything:
+            problems.append(f"places for host records are leaked {list(leaked)} or contested")
+        if slots.held.keys() - set(kept):
+            problems.append("places for host records are held, but keep none")
+        counts = len(everything), len(free), len(kept), len(slots.taken)
+        reports.append(HostReport(*counts, leaked))
+    if host.names.keys() != cached:
+        problems.append("other pages have names than are cached")
+    return tuple(reports), problems
 
 
 def _nodes(root: Node) -> list[Node]:

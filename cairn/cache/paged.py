@@ -1,5 +1,7 @@
 """The life of a page: free, owned by a lease, cached in the prefix tree, evicted, free again.
 
+What is evicted may stay in host memory (`cairn.cache.host`) and come back from there.
+
 Where some layers see a window alone (`cairn.cache.window`), a lease holds pages of theirs beside
 the last ones of its pages. Where some are recurrent (`cairn.cache.states`), snapshots of their
 states are kept at page borders.
@@ -12,7 +14,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from cairn.cache.allocator import PageAllocator
+from cairn.cache.host import PAGE, STATE, WINDOW, HostCache
 from cairn.cache.landmarks import SlotMap
+from cairn.cache.loading import load_prefix
 from cairn.cache.radix import Mark, Node, RadixTree, Tokens, page_keys
 from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
@@ -116,6 +120,7 @@ class PageCache:
         prefix_caching: False: nothing is kept or found, a page lives as long as its lease.
         window: the pages of window layers, if those have a pool of their own.
         states: the snapshots of recurrent layers, if there are any.
+        host: keeps what is evicted; None: it is lost.
 
     Attributes:
         prefix_queries, prefix_hits: user tokens looked up by `open`, and those of them found.
@@ -129,10 +134,16 @@ class PageCache:
         prefix_caching: bool = True,
         window: WindowPages | None = None,
         states: StateSnapshots | None = None,
+        host: HostCache | None = None,
     ) -> None:
         self.slots = slots
         self.window = window
         self.states = states
+        self.host = host
+        if host is not None and window is not None:
+            window.giving_up = lambda page, own: host.store(WINDOW, [(page, own)])
+        if host is not None and states is not None:
+            states.giving_up = lambda page, own: host.store(STATE, [(page, own)])
         self.prefix_caching = prefix_caching
         self.allocator = PageAllocator(num_pages)
         self.tree = RadixTree(slots.tokens_per_page)
@@ -195,7 +206,7 @@ class PageCache:
         found: list[int] = []
         if self.window is not None or self.states is not None:
             found = self.tree.match(tokens, max_pages, marks)
-            max_pages = self._resumable(found)
+            max_pages = self.resumable(found)
         node, pages = self.tree.acquire(tokens, max_pages, marks)
         self.prefix_queries += len(tokens)
         self.prefix_hits += len(pages) * self.slots.tokens_per_page
@@ -247,7 +258,13 @@ class PageCache:
         self.states.release(page)
         return snapshot
 
-    def _resumable(self, found: list[int]) -> int:
+    def load(self, tokens: Tokens, max_pages: int, marks: Sequence[Mark] = ()) -> None:
+        """Have host memory's part of the prefix that `open` would find on the device; arguments are
+        its."""
+        if self.host is not None and self.prefix_caching:
+            load_prefix(self, self.host, tokens, max_pages, marks)
+
+    def resumable(self, found: list[int]) -> int:
         """How many of these pages of the tree a sequence can go on from."""
         end, before = len(found), -1
         while end != before:
@@ -292,14 +309,20 @@ class PageCache:
             return True
         if missing > self.available:
             return False
-        short = missing - self.num_free
-        if short > 0:
-            self._drop(self.tree.evict(short))
-            self.evicted_pages += short
-        lease.pages += self.allocator.take(missing)
+        lease.pages += self.take(missing)
         if self.window is not None:
             lease.window += self.window.take(missing)
         return True
+
+    def take(self, count: int) -> list[int]:
+        """Free pages for the caller, who checked that so many are free or evictable."""
+        short = count - self.num_free
+        if short > 0:
+            evicted = self.tree.evict(short)
+            self._spill(evicted)
+            self._drop(evicted)
+            self.evicted_pages += short
+        return self.allocator.take(count)
 
     def commit(self, lease: Lease, tokens: Tokens, length: int | None = None) -> None:
         """Enter the complete pages of the lease's computed tokens into the prefix tree, and give
@@ -326,9 +349,12 @@ class PageCache:
         if self.prefix_caching:
             keys = page_keys(tokens, first, last, self.slots.tokens_per_page, lease.marks)
             mine = lease.pages[first:last]
+            parent = lease.node.pages[-1] if lease.node.pages else None
             lease.node, held = self.tree.extend(lease.node, keys, mine)
             lease.duplicates += [own for own, kept in zip(mine, held, strict=True) if own != kept]
             lease.committed = last
+            if self.host is not None:
+                self.host.name_pages(parent, keys, held)
             if self.window is not None:
                 begin = lease.window_first
                 self.window.attach(held, lease.window[first - begin : last - begin])
@@ -376,13 +402,28 @@ class PageCache:
         lease.pages, lease.window, lease.duplicates, lease.committed = [], [], [], 0
 
     def reset(self) -> int:
-        """Forget every cached page that no open lease needs; returns their number."""
+        """Forget every cached page that no open lease needs, in host memory too; returns the number
+        of those on the device."""
         dropped = self.tree.evict(self.num_evictable)
         self._drop(dropped)
+        if self.host is not None:
+            self.host.clear()
         return len(dropped)
+
+    def _spill(self, pages: list[int]) -> None:
+        """Keep in host memory what the tree gave up, and what sequences resume from beside it."""
+        if self.host is None:
+            return
+        self.host.store(PAGE, [(page, page) for page in pages])
+        if self.window is not None:
+            self.host.store(WINDOW, self.window.wanted(pages))
+        if self.states is not None:
+            self.host.store(STATE, self.states.wanted(pages))
 
     def _drop(self, pages: list[int]) -> None:
         """Free pages that the tree gave up."""
+        if self.host is not None:
+            self.host.drop(pages)
         self.allocator.free(pages)
         if self.window is not None:
             self.window.drop(pages)

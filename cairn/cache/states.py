@@ -10,7 +10,7 @@ many pages of a long prompt, and behind the last border that a decoding sequence
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cairn.cache.allocator import PageAllocator
 
@@ -28,6 +28,8 @@ class StateSnapshots:
         beside: page of the prefix tree -> snapshot after its last token.
         resuming: page whose snapshot sequences are about to resume from -> how many are.
         evicted: snapshots that were given up to make room.
+        giving_up: called with (page, snapshot) of those of them where a sequence may well resume,
+            before they are.
     """
 
     def __init__(self, count: int, interval: int) -> None:
@@ -35,6 +37,7 @@ class StateSnapshots:
         self.allocator = PageAllocator(count)
         self.beside: dict[int, int] = {}
         self.evicted = 0
+        self.giving_up: Callable[[int, int], object] = lambda page, own: None
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._wanted: OrderedDict[int, None] = OrderedDict()
         self.resuming: Counter[int] = Counter()
@@ -78,7 +81,10 @@ class StateSnapshots:
         """A snapshot to write to, giving one up if need be; None: there is no memory for any, or
         all of it is being written."""
         if not self.num_free and (self._passed or self._wanted):
+            passed = bool(self._passed)
             page, _ = (self._passed or self._wanted).popitem(last=False)
+            if not passed:
+                self.giving_up(page, self.beside[page])
             self.allocator.free((self.beside.pop(page),))
             self.evicted += 1
         return self.allocator.take(1)[0] if self.num_free else None
@@ -107,6 +113,10 @@ class StateSnapshots:
     def free(self, snapshots: Iterable[int]) -> None:
         """Take back snapshots that belong beside no page."""
         self.allocator.free(list(snapshots))
+
+    def wanted(self, pages: Iterable[int]) -> list[tuple[int, int]]:
+        """(page, snapshot) of these where a sequence may well resume."""
+        return [(page, self.beside[page]) for page in pages if page in self._wanted]
 
     def drop(self, pages: Iterable[int]) -> None:
         """The prefix tree gave these pages up; their snapshots go with them."""

@@ -13,7 +13,7 @@ ended, were resumed or would have been resumed go after them, least recently use
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cairn.cache.allocator import PageAllocator
 from cairn.errors import InvariantError
@@ -31,6 +31,8 @@ class WindowPages:
         users: by page, the open leases that hold it.
         beside: page of the prefix tree -> page of this pool with the same tokens.
         evicted: kept pages that were given up to make room.
+        giving_up: called with (page of the prefix tree, page beside it) of those of them where a
+            sequence may well resume, before they are.
     """
 
     def __init__(self, num_pages: int, reach: int) -> None:
@@ -39,6 +41,7 @@ class WindowPages:
         self.users = [0] * num_pages
         self.beside: dict[int, int] = {}
         self.evicted = 0
+        self.giving_up: Callable[[int, int], object] = lambda page, own: None
         # By window page: the page of the prefix tree with the same tokens; -1: none.
         self._tree_page = [-1] * num_pages
         self._wanted = bytearray(num_pages)
@@ -95,6 +98,8 @@ class WindowPages:
         short = count - self.num_free
         for _ in range(min(short, self.num_kept)):
             page, _ = (self._passed or self._resumable).popitem(last=False)
+            if self._wanted[page]:
+                self.giving_up(self._tree_page[page], page)
             del self.beside[self._tree_page[page]]
             self._free(page)
             self.evicted += 1
@@ -128,6 +133,11 @@ class WindowPages:
                     self._free(page)
                 else:
                     self._kept_in(page)[page] = None
+
+    def wanted(self, tree_pages: Iterable[int]) -> list[tuple[int, int]]:
+        """(page of the prefix tree, page beside it) of these where a sequence may well resume."""
+        pairs = ((page, self.beside[page]) for page in tree_pages if page in self.beside)
+        return [(page, own) for page, own in pairs if self._wanted[own]]
 
     def drop(self, tree_pages: Iterable[int]) -> None:
         """The prefix tree gave these pages up: nothing can lie beside them any more."""

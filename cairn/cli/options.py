@@ -161,6 +161,12 @@ ENGINE = (
         "free memory on a CPU; on a GPU see --gpu-memory-utilization]",
     ),
     click.option(
+        "--kv-host-memory",
+        metavar="SIZE",
+        help="Host memory for pages that the prefix cache on the device gives up, such as "
+        "64GiB; requests with their prefix load them back.  [default: none]",
+    ),
+    click.option(
         "--gpu-memory-utilization",
         "--mem-fraction-static",
         type=float,
@@ -242,6 +248,7 @@ ENGINE_NAMES = (
     "device",
     "max_model_len",
     "kv_cache_memory",
+    "kv_host_memory",
     "gpu_memory_utilization",
     "disable_cuda_graph",
     "disable_overlap_schedule",

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from cairn.attention.registry import cache_schema
+from cairn.cache.host import HostCache
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
 from cairn.cache.pools import CachePools, PoolSizes
@@ -22,6 +23,7 @@ from cairn.config import EngineConfig, EngineOptions, Machine, resolve
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.drafts import HeadDrafter, NgramDrafter
+from cairn.engine.host_cache import check_host_cache, host_cache
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from cairn.engine.memory import (
     Lines,
@@ -111,6 +113,7 @@ def build(
     announce(config.choices, config.warnings)
     if not on_gpu:
         begin_on_cpu(memory)
+    check_host_cache(config, schema, memory, free_host_memory())
     random_seed = config.seed if config.load_format == "random" else None
     module = load_model(model, spec, dtype, device, random_seed=random_seed)
     on_phase("weights")
@@ -133,15 +136,17 @@ def build(
     if not on_gpu:
         settle_on_cpu(dtype)
     runner = Runner(module, spec.mixers, pools, shape, device)
+    executor = InProcessExecutor(runner)
+    host = host_cache(config, memory, pools, executor)
     on_phase("pages")
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
     core = EngineCore(
         core_shape(config, memory.max_model_len, tokenizer),
         limits_of(config),
-        page_cache(memory, slots, config.enable_prefix_caching, schema),
+        page_cache(memory, slots, config.enable_prefix_caching, schema, host),
         slots,
-        InProcessExecutor(runner),
+        executor,
         tokenizer,
         overlap=on_gpu and not config.disable_overlap_schedule,
     )
@@ -183,7 +188,11 @@ def settle_on_cpu(dtype: torch.dtype) -> None:
 
 
 def page_cache(
-    memory: MemoryPlan, slots: SlotMap, prefix_caching: bool, schema: CacheSchema
+    memory: MemoryPlan,
+    slots: SlotMap,
+    prefix_caching: bool,
+    schema: CacheSchema,
+    host: HostCache | None = None,
 ) -> PageCache:
     """The ledger of the planned pages and states."""
     window = None
@@ -192,7 +201,7 @@ def page_cache(
     states = None
     if schema.has_rows:
         states = StateSnapshots(memory.snapshots, snapshot_interval(schema))
-    return PageCache(memory.num_pages, slots, prefix_caching, window, states)
+    return PageCache(memory.num_pages, slots, prefix_caching, window, states, host)
 
 
 def snapshot_interval(schema: CacheSchema) -> int:

@@ -13,9 +13,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cairn.cache.host import Move
 from cairn.errors import BadConfig
 from cairn.runner.executor import Executor
 from cairn.runner.step import Launched, StepPlan
@@ -84,6 +85,10 @@ class FaultyExecutor:
                 )
             time.sleep(fault.seconds)
         return self._inner.launch(plan)
+
+    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
+        """Move records."""
+        return self._inner.move(moves, into_host)
 
     def shutdown(self) -> None:
         """Release what the inner executor holds."""

@@ -431,6 +431,7 @@ class Scheduler:
             return False
         reusable = int(self.slots.slot_of(len(request.tokens) - 1)) // self.slots.page_size
         most = reusable if request.caches_prefix else 0
+        self.cache.load(request.tokens, most, request.marks)
         lease = self.cache.open(request.tokens, most, request.marks)
         known = min(len(request.tokens) + 1, request.most_computed)
         needed = int(self.slots.pages_for(known)) - len(lease.pages)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from cairn.cache.host import STATE, Move
 from cairn.cache.landmarks import SlotMap
 from cairn.errors import InvariantError
 from cairn.runner.step import Ready, RowWork, StepPlan, StepResult
@@ -48,6 +49,7 @@ class FakeExecutor:
         self.stateful = stateful
         # Tokens in front of each snapshot.
         self._snapshots: dict[int, int] = {}
+        self._host_states: dict[int, int] = {}
         self.next_token = next_token
         self.step_seconds = step_seconds
         self._rows: dict[int, _FakeRow] = {}
@@ -76,6 +78,15 @@ class FakeExecutor:
             self._snapshots[snapshot] = self._rows[number].tokens
         drafted = any(work.drafts for work in works)
         return Ready(StepResult(plan.step_id, tokens, counts=counts if drafted else None))
+
+    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
+        """Pretend to; states that come back stand behind as many tokens as they did."""
+        for move in moves:
+            if move.kind == STATE and into_host:
+                self._host_states[move.slot] = self._snapshots[move.page]
+            elif move.kind == STATE:
+                self._snapshots[move.page] = self._host_states[move.slot]
+        return ()
 
     def shutdown(self) -> None:
         """Forget every row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 
+from cairn.cache.host import HostCache
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
 from cairn.cache.states import StateSnapshots
@@ -39,21 +40,24 @@ def fake_core(
     reach: int = 2,
     snapshots: int | None = None,
     drafter: Drafter | None = None,
+    host: tuple[int, ...] | None = None,
 ) -> EngineCore:
     """An engine over a fake executor; with window pages some layers have pages of their own, with
-    snapshots (any number) some are recurrent."""
+    snapshots (any number) some are recurrent. host: places for records in host memory, by kind."""
     slots = SlotMap(page_size, landmarks)
     longest = max_model_len or slots.tokens_in(pages * page_size)
     window = WindowPages(window_pages, reach) if window_pages else None
     states = None if snapshots is None else StateSnapshots(snapshots, interval=4)
+    executor = FakeExecutor(
+        slots, next_token, reach=reach if window else None, stateful=states is not None
+    )
+    records = None if host is None else HostCache(host, executor.move)
     return EngineCore(
         CoreShape(VOCAB, longest, eos_ids, seed=0),
         Limits(rows, step_slots),
-        PageCache(pages, slots, prefix_caching, window, states),
+        PageCache(pages, slots, prefix_caching, window, states, records),
         slots,
-        FakeExecutor(
-            slots, next_token, reach=reach if window else None, stateful=states is not None
-        ),
+        executor,
         overlap=overlap,
         drafter=drafter,
     )

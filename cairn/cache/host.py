@@ -1,0 +1,198 @@
+"""The host prefix cache: records of pages that the device's prefix cache gave up, in host memory.
+
+A record is found by the name of its page: a hash over all tokens up to the page's end. Names of a
+prefix form a chain, so a prefix is looked up page by page from its root. There are three kinds of
+records: of pages, of window layers' pages and of recurrent states, the last two kept beside a page
+as on the device. This module keeps the ledger; the bytes are the executor's, which moves them
+between device and host when told (`Mover`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+from cairn.cache.allocator import PageAllocator
+
+PAGE, WINDOW, STATE = 0, 1, 2
+"""Kinds of records; the first two are the numbers of the page groups."""
+KINDS = (PAGE, WINDOW, STATE)
+
+
+class Move(NamedTuple):
+    """A record between a place on the device and one in host memory.
+
+    Attributes:
+        kind: of the record.
+        page: page, window page or snapshot on the device.
+        slot: place in host memory.
+    """
+
+    kind: int
+    page: int
+    slot: int
+
+
+Mover = Callable[[Sequence[Move], bool], Sequence[Move]]
+"""Executes moves after all steps launched so far and before later ones; true: into host memory.
+Returns those out of host memory whose records were damaged; what it wrote to their places on the
+device must not be used."""
+
+
+def page_names(parent: bytes, keys: Iterable[bytes]) -> list[bytes]:
+    """Names of consecutive pages.
+
+    Args:
+        parent: name of the page before them; of the first page of a sequence: that of the model.
+        keys: exact keys of the pages, see `cairn.cache.radix.page_keys`.
+    """
+    names = []
+    for key in keys:
+        parent = blake2b(parent + key, digest_size=16).digest()
+        names.append(parent)
+    return names
+
+
+class HostSlots:
+    """Places for records of one kind: each is free, taken for a record to come, or keeps one.
+
+    Args:
+        count: places.
+
+    Attributes:
+        kept: name -> place of its record, least recently used first.
+        held: place -> how many times it must not be given up.
+        taken: places for records to come.
+        evicted: records that were given up to make room.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.allocator = PageAllocator(count)
+        self.kept: OrderedDict[bytes, int] = OrderedDict()
+        self.held: Counter[int] = Counter()
+        self.taken: set[int] = set()
+        self.evicted = 0
+
+    def take(self) -> int | None:
+        """A place for a record to come, giving up the least recently used one that is not held if
+        need be; None: there is none."""
+        if not self.allocator.num_free:
+            name = next((n for n, slot in self.kept.items() if slot not in self.held), None)
+            if name is None:
+                return None
+            self.forget(name)
+            self.evicted += 1
+        (slot,) = self.allocator.take(1)
+        self.taken.add(slot)
+        return slot
+
+    def keep(self, name: bytes, slot: int) -> None:
+        """The record of this name is in a place that was taken for it. Where another place keeps
+        an equal one already, this one is free again."""
+        self.taken.remove(slot)
+        if name in self.kept:
+            self.allocator.free((slot,))
+        else:
+            self.kept[name] = slot
+
+    def give_back(self, slot: int) -> None:
+        """No record came into this place."""
+        self.taken.remove(slot)
+        self.allocator.free((slot,))
+
+    def forget(self, name: bytes) -> None:
+        """Give a record up."""
+        self.allocator.free((self.kept.pop(name),))
+
+    def hold(self, name: bytes) -> int:
+        """The place of a record, not to be given up until `release`; it is the most recently used
+        one now."""
+        self.kept.move_to_end(name)
+        slot = self.kept[name]
+        self.held[slot] += 1
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Undo one `hold`."""
+        self.held[slot] -= 1
+        if not self.held[slot]:
+            del self.held[slot]
+
+
+class HostCache:
+    """Which records host memory holds, and the names of the pages in the device's prefix tree.
+
+    Args:
+        counts: places for records, by kind.
+        move: executes moves.
+        root: name before the first page of every sequence: that of the model.
+
+    Attributes:
+        slots: by kind.
+        names: page of the prefix tree -> its name.
+        stored, loaded: records that were moved into host memory and out of it.
+        damaged: records whose bytes had changed when they were needed.
+    """
+
+    def __init__(self, counts: Sequence[int], move: Mover, root: bytes = b"") -> None:
+        self.slots = tuple(map(HostSlots, counts))
+        self.names: dict[int, bytes] = {}
+        self.root = root
+        self.stored = self.loaded = self.damaged = 0
+        self._move = move
+
+    def name_pages(self, parent: int | None, keys: Iterable[bytes], pages: Sequence[int]) -> None:
+        """Pages have entered the prefix tree behind the page `parent` of it; None: its root."""
+        names = page_names(self.name_of(parent), keys)
+        self.names.update(zip(pages, names, strict=True))
+
+    def name_of(self, page: int | None) -> bytes:
+        """The name of a page of the prefix tree; None: of its root."""
+        return self.root if page is None else self.names[page]
+
+    def store(self, kind: int, records: Iterable[tuple[int, int]]) -> None:
+        """Keep records, as far as there are places for them.
+
+        Args:
+            records: (page of the prefix tree, index of what is beside it on the device).
+        """
+        slots, moves = self.slots[kind], []
+        for page, index in records:
+            name = self.names[page]
+            slot = None if name in slots.kept else slots.take()
+            if slot is not None:
+                slots.keep(name, slot)
+                moves.append(Move(kind, index, slot))
+        if moves:
+            self._move(moves, True)
+            self.stored += len(moves)
+
+    def load(self, wanted: Sequence[tuple[int, bytes, int]]) -> bool:
+        """Move records to the device; all or nothing.
+
+        Args:
+            wanted: (kind, name, index on the device); host memory has all of them.
+
+        False: some were damaged. They are forgotten, and the places on the device hold nothing.
+        """
+        moves = [Move(kind, index, self.slots[kind].kept[name]) for kind, name, index in wanted]
+        damaged = set(self._move(moves, False))
+        for (kind, name, _), move in zip(wanted, moves, strict=True):
+            if move in damaged:
+                self.slots[kind].forget(name)
+        self.damaged += len(damaged)
+        self.loaded += 0 if damaged else len(moves)
+        return not damaged
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """The prefix tree gave these pages up."""
+        for page in pages:
+            del self.names[page]
+
+    def clear(self) -> None:
+        """Forget every record that nobody holds."""
+        for slots in self.slots:
+            for name in [n for n, slot in slots.kept.items() if slot not in slots.held]:
+                slots.forget(name)

@@ -1,0 +1,75 @@
+"""Sizes and builds the host prefix cache (`cairn.cache.host`)."""
+
+from __future__ import annotations
+
+import logging
+
+from cairn.cache.host import HostCache
+from cairn.cache.pools import CachePools
+from cairn.cache.record import layouts
+from cairn.cache.schema import CacheSchema
+from cairn.config import EngineConfig
+from cairn.engine.memory import MemoryPlan, gib
+from cairn.errors import BadConfig, OutOfMemory
+from cairn.runner.executor import InProcessExecutor
+from cairn.runner.host_records import HostRecords
+
+log = logging.getLogger(__name__)
+
+FLAG = "kv_host_memory (--kv-host-memory)"
+
+
+def check_host_cache(
+    config: EngineConfig, schema: CacheSchema, plan: MemoryPlan, free: int
+) -> None:
+    """Refuse host memory that is not there, which is handed out when it is first written, or that
+    holds nothing.
+
+    Args:
+        free: bytes of host memory that are free, before pages on the CPU take theirs.
+
+    Raises:
+        OutOfMemory: naming the largest size.
+        BadConfig: naming the smallest.
+    """
+    asked = config.kv_host_memory
+    pages = sum(count for _, count in plan.table(0, None)) if config.device == "cpu" else 0
+    if asked > free - pages:
+        raise OutOfMemory(
+            f"kv_host_memory is {asked}, but {free - pages} bytes of host memory are free",
+            f"Set {FLAG} to at most {max(0, free - pages)}",
+        )
+    host_counts(asked, schema, plan)
+
+
+def host_counts(asked: int, schema: CacheSchema, plan: MemoryPlan) -> tuple[int, ...]:
+    """Places for records in `asked` bytes: of each kind in proportion to those on the device.
+
+    Raises:
+        BadConfig: not one record of each kind fits.
+    """
+    sizes = [layout.nbytes for layout in layouts(schema)]
+    on_device = plan.num_pages, plan.window_pages, plan.snapshots
+    total = sum(count * size for count, size in zip(on_device, sizes, strict=True))
+    counts = tuple(asked * count // total for count in on_device)
+    if asked and any(count and not found for count, found in zip(on_device, counts, strict=True)):
+        least = -(-total // min(count for count in on_device if count))
+        raise BadConfig(
+            f"kv_host_memory is {asked}, which does not hold one page with what is beside it",
+            f"Set {FLAG} to at least {least}",
+        )
+    return counts
+
+
+def host_cache(
+    config: EngineConfig, plan: MemoryPlan, pools: CachePools, executor: InProcessExecutor
+) -> HostCache | None:
+    """The ledger of records in host memory, whose bytes the executor gets; None: it is not used."""
+    counts = host_counts(config.kv_host_memory, pools.schema, plan)
+    if not any(counts):
+        return None
+    executor.records = HostRecords(pools, counts)
+    said = zip(counts, ("pages", "window pages", "states"), strict=True)
+    held = ", ".join(f"{count} {name}" for count, name in said if count)
+    log.info("host prefix cache: %s in %s", held, gib(config.kv_host_memory))
+    return HostCache(counts, executor.move)

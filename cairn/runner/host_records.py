@@ -1,0 +1,100 @@
+"""Records in host memory, and their way between there and the pools of the device."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cairn.cache.host import STATE, Move
+from cairn.cache.pools import CachePools
+from cairn.cache.record import RecordLayout, layouts
+
+BLOCK = 8 << 20
+"""Bytes of records that are put together at a time."""
+
+
+class HostRecords:
+    """Places for records in host memory, by kind, with a checksum of each.
+
+    Args:
+        pools: where records come from and go to.
+        counts: places, by kind.
+    """
+
+    def __init__(self, pools: CachePools, counts: Sequence[int]) -> None:
+        self.layouts = layouts(pools.schema)
+        self._pools = pools
+        self._device = next(iter((*pools.tensors(), *pools.states()))).device
+        self._rows = [
+            torch.empty(
+                (count, layout.nbytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+            )
+            for count, layout in zip(counts, self.layouts, strict=True)
+        ]
+        self._bytes: list[NDArray[np.uint8]] = [rows.numpy() for rows in self._rows]
+        self._sums = [[0] * count for count in counts]
+
+    @torch.inference_mode()
+    def move(self, moves: Sequence[Move], into_host: bool) -> list[Move]:
+        """Execute moves of one kind or several; see `cairn.cache.host.Mover`."""
+        damaged: list[Move] = []
+        for kind, layout in enumerate(self.layouts):
+            own = [move for move in moves if move.kind == kind]
+            step = max(1, BLOCK // max(1, layout.nbytes))
+            for begin in range(0, len(own), step):
+                block = own[begin : begin + step]
+                if into_host:
+                    self._store(kind, block)
+                else:
+                    damaged += [move for move in block if not self.intact(kind, move.slot)]
+                    self._load(kind, block)
+        return damaged
+
+    def record(self, kind: int, slot: int) -> memoryview:
+        """The bytes of a record, to be read or written in place."""
+        return memoryview(self._bytes[kind][slot])
+
+    def seal(self, kind: int, slot: int) -> int:
+        """Note the checksum of the bytes that are there now; returns it."""
+        self._sums[kind][slot] = found = zlib.crc32(self._bytes[kind][slot])
+        return found
+
+    def intact(self, kind: int, slot: int) -> bool:
+        """Whether the bytes are those that were sealed."""
+        return zlib.crc32(self._bytes[kind][slot]) == self._sums[kind][slot]
+
+    def _store(self, kind: int, moves: Sequence[Move]) -> None:
+        index = self._index(kind, moves)
+        layout = self.layouts[kind]
+        block = torch.zeros((len(moves), layout.nbytes), dtype=torch.uint8, device=self._device)
+        for place, field in self._fields(kind, layout):
+            block[:, place] = field[index]
+        slots = [move.slot for move in moves]
+        self._rows[kind][torch.tensor(slots)] = block.cpu()
+        for slot in slots:
+            self.seal(kind, slot)
+
+    def _load(self, kind: int, moves: Sequence[Move]) -> None:
+        index = self._index(kind, moves)
+        slots = torch.tensor([move.slot for move in moves])
+        block = self._rows[kind][slots].to(self._device)
+        for place, field in self._fields(kind, self.layouts[kind]):
+            field[index] = block[:, place]
+
+    def _index(self, kind: int, moves: Sequence[Move]) -> Tensor:
+        """Where on the device the records are."""
+        first = self._pools.first_snapshot if kind == STATE else 0
+        return torch.tensor([first + move.page for move in moves], device=self._device)
+
+    def _fields(self, kind: int, layout: RecordLayout) -> Iterator[tuple[slice, Tensor]]:
+        """Place in a record, and the bytes [pages or states, n] on the device, of each field."""
+        every = self._pools.rows if kind == STATE else self._pools.pages
+        for part in layout.parts:
+            field = every[part.layer][part.name]
+            flat = field.view(len(field), -1).view(torch.uint8)
+            yield slice(part.begin, part.begin + part.nbytes), flat
