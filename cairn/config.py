@@ -19,6 +19,8 @@ from cairn.specs.quantization import QuantizationSpec
 from cairn.specs.speculation import NEXTN, Speculation, SpeculativeOptions, resolve_speculation
 
 GIB = 1 << 30
+HOST_SHARE = 0.4
+"""Share of the free host memory that pages take where no option says."""
 GPU_CHUNK = 132 * 128
 """Slots of a step on a GPU: 16,384 tokens with their landmarks, in tiles of 128."""
 CPU_CHUNKS = {"float32": 17 * 64, "float16": 17 * 64, "bfloat16": 33 * 64}
@@ -257,7 +259,7 @@ def _resolve_memory(
                 "Use kv_cache_memory (--kv-cache-memory)",
             )
         if memory is None:
-            memory = int(machine.free_memory * 0.4)
+            memory = int(machine.free_memory * HOST_SHARE)
             told = f"{memory / GIB:.2f}GiB"
             notes.chose("kv_cache_memory", told, "a share of the free memory")
     elif memory is None and share is None:

@@ -14,6 +14,8 @@ class CairnError(Exception):
     http_status = 500
     param: str | None = None
     """The field of the request at fault, where there is one."""
+    retry_after: int | None = None
+    """Seconds after which trying again makes sense, at least 1; None: it does not."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         self.message = message
@@ -35,8 +37,7 @@ class Busy(CairnError):
     """The engine is full for the moment; the same request may succeed later.
 
     Args:
-        message, hint: as in CairnError.
-        retry_after: seconds after which trying again makes sense, at least 1.
+        message, hint, retry_after: as in CairnError.
     """
 
     http_status = 429
@@ -69,6 +70,20 @@ class InvariantError(CairnError, AssertionError):
 
 
 class EngineDead(CairnError, RuntimeError):
-    """The engine stopped; no request can be served until it is started again."""
+    """The engine stopped; no request can be served until it is started again.
+
+    Args:
+        message, hint, retry_after: as in CairnError.
+    """
 
     http_status = 503
+
+    def __init__(
+        self, message: str, hint: str | None = None, retry_after: int | None = None
+    ) -> None:
+        self.retry_after = retry_after
+        super().__init__(message, hint)
+
+    def again(self) -> EngineDead:
+        """The same error for one more reader; a shared one would collect every traceback."""
+        return EngineDead(self.message, self.hint, self.retry_after)

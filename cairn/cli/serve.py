@@ -58,6 +58,20 @@ SERVER = (
         help="Name of the model in the API; repeatable.  [default: the folder's name]",
     ),
     click.option(
+        "--data-parallel-size",
+        "--dp-size",
+        "-dp",
+        type=int,
+        help="Engines of the model behind this server (replicas), each on a GPU of its own, on a "
+        "CPU with a share of the cores.  [default: 1]",
+    ),
+    click.option(
+        "--load-balance-method",
+        metavar="NAME",
+        help="How replicas share out prompts: auto (by the prefixes that each has seen, and by "
+        "load), round_robin or shortest_queue.  [default: auto]",
+    ),
+    click.option(
         "--max-waiting",
         type=int,
         help=("Outputs that may wait for a place; beyond them requests get 429.  [default: 1024]"),

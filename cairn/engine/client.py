@@ -15,8 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from cairn import errors
 from cairn.config import EngineOptions
@@ -39,14 +38,14 @@ from cairn.engine.messages import (
     Stats,
     Stop,
     Submit,
-    joined,
     pack_ids,
 )
+from cairn.engine.submission import Submission
 from cairn.engine.watchdog import TICK_SECONDS, Watchdog
 from cairn.errors import BadRequest, Busy, CairnError, EngineDead
 from cairn.obs.log import LEVELS, get_logger
 from cairn.runner.media import PromptMedia
-from cairn.types import FinishReason, SamplingParams
+from cairn.types import SamplingParams
 
 log = get_logger(__name__)
 
@@ -57,106 +56,8 @@ LONGEST_WAIT = 60
 FIRST_WAIT = 5
 """Seconds told to a refused client at most, and while no completion has been seen yet."""
 
-FAILURES = frozenset({FinishReason.ERROR.value, FinishReason.ABORT.value})
-"""Reasons of an output that did not come to its end."""
-
 LAST_WORDS_SECONDS = 2.0
 """Seconds that a process may take to exit after its last message."""
-
-
-class Submission:
-    """A request in the engine: an async iterator of its deltas, for one consumer.
-
-    What steps add to a continuation while the consumer is busy comes as one delta: who is slower
-    than the engine gets larger pieces, never later ones. A failure comes by itself.
-
-    It ends when all continuations have ended, or after `cancel`. As a context manager it cancels
-    what is unfinished when the block is left.
-
-    Attributes:
-        read: tokens of the prompt that the engine has said to have computed.
-
-    Raises (while iterating):
-        EngineDead: the engine ended before the request did.
-    """
-
-    __slots__ = (
-        "_client",
-        "_error",
-        "_waiter",
-        "_waiting",
-        "cancelled",
-        "id",
-        "read",
-        "unfinished",
-    )
-
-    def __init__(self, client: EngineClient, request_id: str, n: int) -> None:
-        self.id = request_id
-        self.unfinished = n
-        self.cancelled = False
-        self.read = 0
-        self._client = client
-        # By continuation, and whether it has failed.
-        self._waiting: dict[tuple[int, bool], list[Delta]] = {}
-        self._error: EngineDead | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while not self._waiting:
-            if self._error is not None:
-                raise self._error
-            if self.cancelled or self.unfinished == 0:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return joined(self._waiting.pop(next(iter(self._waiting))))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Take back what is unfinished; iterating ends. Doing it again does nothing."""
-        if self.cancelled or self.unfinished == 0 or self._error is not None:
-            return
-        self.cancelled = True
-        self._waiting.clear()
-        self._client.abort(self.id)
-        self._wake()
-
-    def take(self, delta: Delta) -> None:
-        """For the client: something came from the engine."""
-        if delta.finish_reason is not None:
-            self.unfinished -= 1
-        if not self.cancelled:
-            failed = delta.finish_reason in FAILURES
-            self._waiting.setdefault((delta.index, failed), []).append(delta)
-            self._wake()
-
-    def fail(self, error: EngineDead) -> None:
-        """For the client: nothing more will come."""
-        if self.unfinished and not self.cancelled:
-            # Each consumer raises its own: a shared one would collect every traceback.
-            self._error = EngineDead(error.message, error.hint)
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -168,6 +69,7 @@ class EngineClient:
         max_waiting: continuations that may wait beside those that run.
         stuck_seconds: silence of the engine process that means it is stuck.
         step_limit: seconds that one step may take.
+        replica: number of this engine among those of a Fleet, and how many they are.
 
     Attributes:
         info: what the engine is, after `start`.
@@ -186,6 +88,7 @@ class EngineClient:
         max_waiting: int = 1024,
         stuck_seconds: float = 4.0,
         step_limit: float = 300.0,
+        replica: tuple[int, int] = (0, 1),
     ) -> None:
         self.stats = Stats()
         self.phases: dict[str, float] = {}
@@ -193,6 +96,7 @@ class EngineClient:
         self._model = model
         self._options = options
         self._max_waiting = max_waiting
+        self._replica = replica
         self._watchdog = Watchdog(stuck_seconds, step_limit)
         self._shape: CoreShape | None = None
         self._submissions: dict[str, Submission] = {}
@@ -218,9 +122,8 @@ class EngineClient:
         self._on_phase = on_phase
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         level = logging.getLevelName(logging.getLogger("cairn").level).lower()
-        launch = Launch(
-            str(self._model), self._options, os.getpid(), level if level in LEVELS else None
-        )
+        known = level if level in LEVELS else None
+        launch = Launch(str(self._model), self._options, os.getpid(), known, *self._replica)
         self._child = Child(launch, self._take)
         self._watcher = asyncio.create_task(self._watch(), name="engine watchdog")
         try:
@@ -231,6 +134,21 @@ class EngineClient:
             self._child.kill()
             await self._watcher
             raise
+
+    @property
+    def serving(self) -> bool:
+        """It has started and not ended."""
+        return self._shape is not None and self.dead is None
+
+    @property
+    def engines(self) -> tuple[EngineClient, ...]:
+        """Those behind this client: itself."""
+        return (self,)
+
+    @property
+    def down(self) -> dict[int, EngineDead]:
+        """Engines that have ended, by number, with the reason."""
+        return {} if self.dead is None else {0: self.dead}
 
     @property
     def step_age(self) -> float:
@@ -421,7 +339,7 @@ class EngineClient:
 
     def _require_shape(self) -> CoreShape:
         if self.dead is not None:
-            raise EngineDead(self.dead.message, self.dead.hint)
+            raise self.dead.again()
         if self._shape is None:
             raise EngineDead("the engine is not ready yet", "Try again when it has started")
         return self._shape
@@ -457,20 +375,23 @@ class EngineClient:
         """Nothing more will come: tell everyone who waits, once."""
         if self.dead is not None:
             return
-        self.dead = dead = (
-            error if isinstance(error, EngineDead) else EngineDead(error.message, error.hint)
-        )
+        number, replicas = self._replica
+        name = f"replica {number}: " if replicas > 1 else ""
+        dead = EngineDead(name + error.message, error.hint)
         if not self._started.done():
             self._started.set_exception(error)
         elif not self._stopping:
             log.error("%s", dead)
+        if replicas > 1:
+            dead = EngineDead(dead.message, "Send the request again, to another replica", 1)
+        self.dead = dead
         for submission in self._submissions.values():
             submission.fail(dead)
         self._submissions.clear()
         self._live = 0
         for reply in self._calls.values():
             if not reply.done():
-                reply.set_exception(EngineDead(dead.message, dead.hint))
+                reply.set_exception(dead.again())
         self._ended.set()
 
 

@@ -37,12 +37,16 @@ class Launch(msgspec.Struct, frozen=True):
         options: as the user gave them.
         parent: process id of the client; the engine does not outlive it.
         log_level: of the `cairn` logger; None: as the environment says.
+        replica, replicas: number of this engine among those that share the machine, from 0, and how
+            many they are.
     """
 
     model: str
     options: EngineOptions
     parent: int
     log_level: str | None = None
+    replica: int = 0
+    replicas: int = 1
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -33,6 +33,7 @@ from cairn.engine.messages import (
     Ready,
     Stats,
 )
+from cairn.engine.placement import placed, share_threads
 from cairn.errors import BadConfig, BadModel, BadRequest, CairnError, InvariantError, OutOfMemory
 from cairn.obs.log import configure, get_logger
 from cairn.specs.model import selecting_window
@@ -142,6 +143,7 @@ def _serve(
         send(Phase(name, now - began))
         began = now
 
+    share_threads(launch.replicas)
     from cairn.engine.build import build
     from cairn.engine.faults import FaultyExecutor, faults_of
     from cairn.engine.loop import EngineLoop
@@ -149,7 +151,7 @@ def _serve(
 
     faults = faults_of(os.environ)
     phase_ended("import")
-    built = build(Path(launch.model), launch.options, phase_ended)
+    built = build(Path(launch.model), placed(launch), phase_ended)
     warm_up(built)
     phase_ended("warmup")
     if faults:

@@ -7,9 +7,9 @@ What the engine counts is read from its last heartbeat when somebody asks; what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -71,10 +71,40 @@ COUNTERS = {
 }
 """Metric (without _total) -> (key of the engine's totals, help)."""
 
-EngineView = Callable[[], Mapping[str, float]]
-"""The engine's totals by name, with `step_age` beside them; empty before it serves."""
-PhaseView = Callable[[], Mapping[str, float]]
-"""Start-up seconds by phase."""
+
+def _usage(totals: Mapping[str, float]) -> float:
+    used = totals["pages_total"] - totals["pages_free"] - totals["pages_cached"]
+    return used / (totals["pages_total"] or 1)
+
+
+SHARES: dict[str, tuple[Callable[[Mapping[str, float]], float], str]] = {
+    "kv_cache_usage_perc": (_usage, "Share of the pages in use, 0 to 1."),
+    "spec_decode_accepted_length": (
+        lambda totals: totals["accepted_tokens"] / (totals["draft_runs"] or 1),
+        "Right guesses, mean of runs.",
+    ),
+    "selected_pages_per_query": (
+        lambda totals: totals["pages_selected"] / (totals["selecting_queries"] or 1),
+        "Mean over all landmark queries.",
+    ),
+}
+"""Metric -> (made of the engine's totals, help)."""
+
+
+class EngineView(NamedTuple):
+    """What a scrape sees of an engine.
+
+    Attributes:
+        totals: by name, with `step_age` beside them; empty while it does not serve.
+        phases: start-up seconds by phase.
+    """
+
+    totals: Mapping[str, float]
+    phases: Mapping[str, float]
+
+
+EngineViews = Callable[[], Sequence[EngineView]]
+"""Of every replica."""
 
 
 class RequestTiming(Protocol):
@@ -130,13 +160,12 @@ class Metrics:
 
     Args:
         model_name: the label of every metric.
-        engine: read at every scrape.
-        phases: read at every scrape.
+        engines: read at every scrape.
     """
 
-    def __init__(self, model_name: str, engine: EngineView, phases: PhaseView) -> None:
+    def __init__(self, model_name: str, engines: EngineViews) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_EngineCollector(model_name, engine, phases))
+        self.registry.register(_EngineCollector(model_name, engines))
 
         def histogram(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
             made = Histogram(
@@ -252,39 +281,38 @@ class Track:
 
 
 class _EngineCollector(Collector):
-    """Collector: the engine's totals as metrics, built at every scrape."""
+    """Collector: totals of the engines as metrics with the label `replica`, built at every
+    scrape."""
 
-    def __init__(self, model_name: str, engine: EngineView, phases: PhaseView) -> None:
-        self._labels = (model_name,)
-        self._engine = engine
-        self._phases = phases
+    def __init__(self, model_name: str, engines: EngineViews) -> None:
+        self._model_name = model_name
+        self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        seconds = GaugeMetricFamily(
-            "cairn:startup_seconds", "Start-up time.", labels=("model_name", "phase")
-        )
-        for phase, took in self._phases().items():
-            seconds.add_metric((*self._labels, phase), took)
-        yield seconds
-        values = self._engine()
-        if not values:
-            return
+        engines = self._engines()
+        seconds = self._gauge("startup_seconds", "Start-up time.", "phase")
+        up = self._gauge("replica_up", "1: the replica serves.")
+        for replica, engine in enumerate(engines):
+            for phase, took in engine.phases.items():
+                seconds.add_metric((self._model_name, str(replica), phase), took)
+            up.add_metric((self._model_name, str(replica)), bool(engine.totals))
+        yield from (seconds, up)
+        totals = {i: engine.totals for i, engine in enumerate(engines) if engine.totals}
         for name, (key, text) in GAUGES.items():
-            yield self._gauge(name, text, values[key])
-        used = values["pages_total"] - values["pages_free"] - values["pages_cached"]
-        usage = used / (values["pages_total"] or 1)
-        yield self._gauge("kv_cache_usage_perc", "Share of the pages in use, 0 to 1.", usage)
-        pages = values["pages_selected"] / (values["selecting_queries"] or 1)
-        accepted = values["accepted_tokens"] / (values["draft_runs"] or 1)
-        yield self._gauge("spec_decode_accepted_length", "Right guesses, mean of runs.", accepted)
-        yield self._gauge("selected_pages_per_query", "Mean over all landmark queries.", pages)
+            yield self._filled(self._gauge(name, text), {i: t[key] for i, t in totals.items()})
+        for name, (share, text) in SHARES.items():
+            yield self._filled(self._gauge(name, text), {i: share(t) for i, t in totals.items()})
         for name, (key, text) in COUNTERS.items():
-            family = CounterMetricFamily(f"cairn:{name}", text, labels=("model_name",))
-            family.add_metric(self._labels, values[key])
-            yield family
+            family = CounterMetricFamily(f"cairn:{name}", text, labels=("model_name", "replica"))
+            yield self._filled(family, {i: t[key] for i, t in totals.items()})
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"cairn:{name}", text, labels=("model_name",))
-        family.add_metric(self._labels, value)
+    def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"cairn:{name}", text, labels=("model_name", "replica", *labels))
+
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[int, float]
+    ) -> Metric:
+        for replica, value in values.items():
+            family.add_metric((self._model_name, str(replica)), value)
         return family

@@ -1,14 +1,17 @@
-"""The operator's routes, on a port of their own that only this machine reaches."""
+"""The operator's routes, on a port of their own that only this machine reaches.
+
+Of replicas an answer is an object with that of each, by its number.
+"""
 
 from __future__ import annotations
 
-import base64
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from cairn.server.errors import HANDLERS
@@ -31,12 +34,12 @@ class ProfileRequest(Fields):
 async def flush_cache(request: Request) -> Response:
     """POST /admin/flush_cache: forget every cached prefix that nothing uses."""
     _refuse_browsers(request)
-    return JSONResponse(await _state(request).client.call("flush_cache"))
+    return await _asked(request, "flush_cache")
 
 
 async def cache(request: Request) -> Response:
     """GET /admin/cache: the ledger of pages; `problems` is empty when each is in one hand."""
-    return JSONResponse(await _state(request).client.call("cache"))
+    return await _asked(request, "cache")
 
 
 async def profile(request: Request) -> Response:
@@ -51,8 +54,7 @@ async def profile(request: Request) -> Response:
         wanted = msgspec.json.decode(body or b"{}", type=ProfileRequest)
     except msgspec.DecodeError as error:
         raise HTTPException(400, str(error)) from None
-    found = await _state(request).client.call("profile", steps=wanted.steps, seconds=wanted.seconds)
-    return JSONResponse({**found, "trace": base64.b64encode(found["trace"]).decode()})
+    return await _asked(request, "profile", steps=wanted.steps, seconds=wanted.seconds)
 
 
 def create_admin_app(state: ServerState) -> Starlette:
@@ -63,9 +65,11 @@ def create_admin_app(state: ServerState) -> Starlette:
     return app
 
 
-def _state(request: Request) -> ServerState:
+async def _asked(request: Request, method: str, **arguments: Any) -> Response:
+    """What the engine answers, bytes in base64."""
     state: ServerState = request.app.state.server
-    return state
+    found = await state.client.call(method, **arguments)
+    return Response(msgspec.json.encode(found), media_type="application/json")
 
 
 def _refuse_browsers(request: Request) -> None:

@@ -85,7 +85,8 @@ async def _run(
         await load(state, model, report.phase)
         report.loaded(state.client.info, state.sampling_defaults)
         state.loaded = True
-        width = min(state.client.load[1], 2 * state.client.info.max_num_seqs)
+        client = state.client
+        width = min(client.load[1], 2 * client.info.max_num_seqs * len(client.engines))
         work = asyncio.ensure_future(answer_lines(create_app(state), lines, write, width))
         died = asyncio.ensure_future(_died(state.client))
         await asyncio.wait((work, died), return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from cairn.errors import BadRequest, Busy, CairnError, TooLong
+from cairn.errors import BadRequest, CairnError, TooLong
 from cairn.server.protocol.common import ErrorBody, ErrorDetail
 
 log = logging.getLogger(__name__)
@@ -96,9 +96,9 @@ def body_of(error: CairnError) -> ErrorBody:
 
 
 def response_of(error: CairnError) -> Response:
-    """An error of the engine or of a request as an answer; Busy says when to come again."""
+    """An error of the engine or of a request as an answer; some say when to come again."""
     headers = {}
-    if isinstance(error, Busy):
+    if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     return Response(
         msgspec.json.encode(body_of(error)),

@@ -14,8 +14,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cairn.engine.client import EngineClient, Submission
+from cairn.engine.fleet import Engine
 from cairn.engine.messages import Delta
+from cairn.engine.submission import Submission
 from cairn.errors import BadRequest, CairnError, EngineDead
 from cairn.obs.metrics import Track
 from cairn.runner.media import PromptMedia
@@ -117,12 +118,12 @@ class Generation:
     """The continuations of one HTTP request. A context manager: leaving it cancels what runs.
 
     Args:
-        client: the engine.
+        client: the engine, or its replicas.
         work: what to run.
         request_id: the engine's name for it; further prompts get a number behind it.
     """
 
-    def __init__(self, client: EngineClient, work: Work, request_id: str) -> None:
+    def __init__(self, client: Engine, work: Work, request_id: str) -> None:
         self._client = client
         self._work = work
         self._id = request_id

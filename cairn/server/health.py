@@ -30,11 +30,15 @@ def not_ready(state: ServerState) -> str | None:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 while the processes live, 503 once the engine has ended."""
+    """GET /health: 200 while the processes live, 503 once the engine has ended. Of replicas one
+    that lives is enough; those that do not serve are named."""
     state: ServerState = request.app.state.server
     if state.client.dead is not None:
         return JSONResponse({"status": "dead", "reason": str(state.client.dead)}, UNAVAILABLE)
-    return JSONResponse({"status": "ok", "uptime_seconds": round(time.time() - state.started, 1)})
+    body = {"status": "ok", "uptime_seconds": round(time.time() - state.started, 1)}
+    if state.client.down:
+        body["replicas_down"] = {str(n): why.message for n, why in state.client.down.items()}
+    return JSONResponse(body)
 
 
 async def ready(request: Request) -> Response:

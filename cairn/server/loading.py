@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from cairn.config import EngineOptions
 from cairn.engine.client import EngineClient
+from cairn.engine.fleet import Engine, Fleet
 from cairn.engine.media.reader import MediaReader
 from cairn.engine.recommended import recommended_sampling
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
-from cairn.obs.metrics import Metrics
+from cairn.obs.metrics import EngineView, Metrics
 from cairn.obs.trace import Tracer
 from cairn.server.grammars import GrammarChecker
 from cairn.server.media import MediaPreparer
@@ -30,20 +31,12 @@ def new_state(
 
     Raises BadModel for a generation_config.json that cannot be read.
     """
-    client = EngineClient(
-        model, engine, max_waiting=options.max_waiting, step_limit=options.step_limit
-    )
+    client = new_client(model, engine, options)
     name, *aliases = options.served_model_names or (model.resolve().name,)
-
-    def totals() -> Mapping[str, float]:
-        if not state.loaded:
-            return {}
-        return {**msgspec.structs.asdict(client.stats), "step_age": client.step_age}
-
     state = ServerState(
         options=options,
         client=client,
-        metrics=Metrics(name, totals, lambda: client.phases),
+        metrics=Metrics(name, lambda: [view_of(each) for each in client.engines]),
         grammars=GrammarChecker(),
         media_limits=resolve_media(engine),
         templates=TemplateRenderer(),
@@ -54,6 +47,32 @@ def new_state(
     if options.sampling_defaults == "model":
         state.sampling_defaults = recommended_sampling(model)
     return state
+
+
+def new_client(model: Path, engine: EngineOptions, options: ServerOptions) -> Engine:
+    """An engine that has not been started, or as many replicas as the options say."""
+    replicas = options.data_parallel_size
+
+    def make(number: int) -> EngineClient:
+        return EngineClient(
+            model,
+            engine,
+            max_waiting=(options.max_waiting + number) // replicas,
+            step_limit=options.step_limit,
+            replica=(number, replicas),
+        )
+
+    if replicas == 1:
+        return make(0)
+    return Fleet(make, replicas, options.load_balance_method, engine.seed)
+
+
+def view_of(client: EngineClient) -> EngineView:
+    """What metrics show of an engine."""
+    if not client.serving:
+        return EngineView({}, client.phases)
+    totals = {**msgspec.structs.asdict(client.stats), "step_age": client.step_age}
+    return EngineView(totals, client.phases)
 
 
 async def load(state: ServerState, model: Path, on_phase: Callable[[str, float], None]) -> None:

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cairn.engine.routing import BALANCES, Balance
 from cairn.errors import BadConfig
 from cairn.names import checked_keywords
 from cairn.server.thoughts import NAMES as REASONING_PARSERS
@@ -37,6 +38,10 @@ class ServerOptions:
             those of every site; empty: its own page alone.
         served_model_name: what clients call the model, one name or several, of which answers say
             the first; empty: the folder's name.
+        data_parallel_size: engines of the model, each with a GPU or a share of the host of its
+            own.
+        load_balance_method: how prompts are shared out among them: "auto" (by the prefixes that
+            they have seen, and by load), "round_robin" or "shortest_queue".
         max_waiting: continuations that may wait for the engine beside those that run.
         max_body_bytes: longest request body.
         max_json_depth: deepest nesting of a request body.
@@ -68,6 +73,8 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     served_model_name: str | tuple[str, ...] = ()
+    data_parallel_size: int = 1
+    load_balance_method: Balance = "auto"
     max_waiting: int = 1024
     max_body_bytes: int = 16 * MIB
     max_json_depth: int = 64
@@ -105,7 +112,10 @@ class ServerOptions:
         _integer("max_body_bytes", self.max_body_bytes, SMALLEST_BODY)
         _integer("max_waiting", self.max_waiting, 0)
         _integer("max_logprobs", self.max_logprobs, 0)
-        for name in ("max_json_depth", "max_headers", "max_prompts", "max_stop", "max_n"):
+        for name in (
+            *("data_parallel_size", "max_json_depth", "max_headers", "max_prompts"),
+            *("max_stop", "max_n"),
+        ):
             _integer(name, getattr(self, name), 1)
         _integer("max_selection_tokens", self.max_selection_tokens, 0)
         _seconds("shutdown_timeout", self.shutdown_timeout, zero=True)
@@ -134,6 +144,7 @@ class ServerOptions:
         for name in self.served_model_names:
             if not isinstance(name, str) or not name.strip():
                 raise BadConfig(f"served_model_name is {name!r}", "Give a name")
+        _one_of("load_balance_method", self.load_balance_method, BALANCES)
         _one_of("sampling_defaults", self.sampling_defaults, SAMPLING_DEFAULTS)
         _one_of("tool_parser", self.tool_parser, ("auto", *TOOL_PARSERS))
         _one_of("reasoning_parser", self.reasoning_parser, ("auto", "none", *REASONING_PARSERS))

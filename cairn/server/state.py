@@ -13,7 +13,7 @@ from cairn.server.options import ServerOptions
 from cairn.specs.media import MediaLimits
 
 if TYPE_CHECKING:
-    from cairn.engine.client import EngineClient
+    from cairn.engine.fleet import Engine
     from cairn.engine.tokenizer import Tokenizer
     from cairn.server.grammars import GrammarChecker
     from cairn.server.media import MediaPreparer
@@ -26,7 +26,7 @@ class ServerState:
 
     Attributes:
         options: what the operator decided.
-        client: the engine.
+        client: the engine, or its replicas.
         tokenizer: None while loading, and for a model that has none.
         media: reads images and videos; None while loading.
         media_limits: what prompts may bring of them.
@@ -44,7 +44,7 @@ class ServerState:
     """
 
     options: ServerOptions
-    client: EngineClient
+    client: Engine
     metrics: Metrics
     grammars: GrammarChecker
     templates: TemplateRenderer

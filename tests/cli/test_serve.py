@@ -40,6 +40,7 @@ def test_who_asks_for_quiet_gets_it(run, started):
 
 SERVER = (
     "--host 0.0.0.0 --port 80 --admin-port 90 --api-key a --api-key b --served-model-name name "
+    "--data-parallel-size 2 --load-balance-method round_robin "
     "--allowed-hosts box.lan --allowed-hosts 10.0.0.7 "
     "--max-waiting 1 --max-body-bytes 2000 --max-json-depth 3 --max-headers 4 --max-prompts 5 "
     "--max-stop 6 --max-n 7 --max-logprobs 8 --max-selection-tokens 9 --body-timeout 1.5 "
@@ -60,6 +61,8 @@ def test_every_option(run, started):
         allowed_hosts=("box.lan", "10.0.0.7"),
         api_keys=("a", "b"),
         served_model_name=("name",),
+        data_parallel_size=2,
+        load_balance_method="round_robin",
         max_waiting=1,
         max_body_bytes=2000,
         max_json_depth=3,
@@ -87,13 +90,15 @@ def test_names_of_other_engines(run, started):
     assert run("serve", "--model", "folder", *vllm.split(), *more.split())[0] == 0
     sglang = "--context-length 100 --mem-fraction-static 0.5 --max-running-requests 3"
     more = "--disable-radix-cache --random-seed 5 --model-path folder --chunked-prefill-size 64"
+    more += " --dp-size 2"
     assert run("serve", *sglang.split(), *more.split())[0] == 0
-    (model, engine, server), (other, other_engine, _) = started
+    (model, engine, server), (other, other_engine, other_server) = started
     assert str(model) == str(other) == "folder"
     assert engine == EngineOptions(
         chunked_prefill_size=64, page_size=32, disable_cuda_graph=True, enable_prefix_caching=False
     )
     assert server == ServerOptions(tool_parser="llama3_json", sampling_defaults="openai")
+    assert other_server == ServerOptions(data_parallel_size=2)
     assert other_engine == EngineOptions(
         max_model_len=100,
         gpu_memory_utilization=0.5,
@@ -121,6 +126,8 @@ def test_a_key_from_the_environment_is_one_key(run, started, monkeypatch):
         (["--tool-parser", "none"], "tool_parser"),
         (["--dtype", "int8"], "--dtype"),
         (["--max-n", "0"], "max_n"),
+        (["--data-parallel-size", "0"], "data_parallel_size"),
+        (["--load-balance-method", "random"], "shortest_queue"),
         (["--prot", "1"], "--port"),
     ],
 )

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 
 from cairn.config import EngineOptions
-from cairn.engine.client import EngineClient, Submission
+from cairn.engine.client import EngineClient
 from cairn.engine.messages import Delta, Position
+from cairn.engine.submission import Submission
 
 MODEL = Path(__file__).parent.parent / "data" / "models" / "tiny-hils-2m"
 OPTIONS = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB", "max_num_seqs": 16}

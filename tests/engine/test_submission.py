@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cairn.engine.client import Submission
 from cairn.engine.messages import Delta, Position, Positions, Timing, joined
+from cairn.engine.submission import Submission
 
 SCORES = Position((7,), (-0.5,), (1,))
 PROMPT = (Positions(b"", b"", b""),)

@@ -6,23 +6,26 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.engine.messages import Delta, Stats, Timing
 from cairn.obs import metrics as module
-from cairn.obs.metrics import COUNTERS, GAUGES, Metrics
+from cairn.obs.metrics import COUNTERS, GAUGES, EngineView, Metrics
+
+
+def view(stats=None, step_age=0.0):
+    totals = {**msgspec.structs.asdict(stats), "step_age": step_age} if stats else {}
+    return EngineView(totals, {"weights": 1.5})
 
 
 def made(stats=None, step_age=0.0):
-    def totals():
-        return {**msgspec.structs.asdict(stats), "step_age": step_age} if stats else {}
-
-    return Metrics("tiny", totals, lambda: {"weights": 1.5})
+    return Metrics("tiny", lambda: [view(stats, step_age)])
 
 
-def scraped(metrics):
-    """Every sample by name and labels, the model's name left out."""
+def scraped(metrics, replica="0"):
+    """Every sample by name and labels, the model's name and the replica left out."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             assert sample.labels.pop("model_name") == "tiny"
-            found[(sample.name, *sample.labels.values())] = sample.value
+            if sample.labels.pop("replica", replica) == replica:
+                found[(sample.name, *sample.labels.values())] = sample.value
     return found
 
 
@@ -71,6 +74,15 @@ def test_shares():
     found = scraped(made(stats))
     assert found[("cairn:kv_cache_usage_perc",)] == 0.2
     assert found[("cairn:selected_pages_per_query",)] == 2.5
+
+
+def test_replicas_by_number():
+    metrics = Metrics("tiny", lambda: [view(), view(Stats(running=3))])
+    down, up = scraped(metrics, "0"), scraped(metrics, "1")
+    assert (down[("cairn:replica_up",)], up[("cairn:replica_up",)]) == (0, 1)
+    assert ("cairn:num_requests_running",) not in down
+    assert up[("cairn:num_requests_running",)] == 3
+    assert down[("cairn:startup_seconds", "weights")] == 1.5
 
 
 def test_before_the_engine_serves_there_are_phases_only():

@@ -49,7 +49,7 @@ class FakeApi:
         self.state = ServerState(
             options=ServerOptions(**options),
             client=self.client,
-            metrics=Metrics(MODEL, dict, dict),
+            metrics=Metrics(MODEL, tuple),
             grammars=self.grammars,
             templates=FakeTemplates(),
             model_name=MODEL,

@@ -10,8 +10,8 @@ import numpy as np
 
 from cairn.engine import admission
 from cairn.engine.admission import CoreShape
-from cairn.engine.client import Submission
 from cairn.engine.messages import Delta, Position, Positions, Ready, Stats, Timing
+from cairn.engine.submission import Submission
 from cairn.errors import BadRequest, Busy, EngineDead
 from cairn.types import LayerSelection, LogprobColumns, SamplingParams
 
@@ -55,6 +55,7 @@ class FakeClient:
     hold: asyncio.Event | None = None
     busy: bool = False
     dead: EngineDead | None = None
+    down: dict = field(default_factory=dict)
     step_age: float = 0.0
     stats: Stats = field(default_factory=Stats)
     phases: dict = field(default_factory=dict)

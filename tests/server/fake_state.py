@@ -4,25 +4,23 @@ import asyncio
 from types import SimpleNamespace
 
 import httpx
-import msgspec
 
 from cairn.engine.messages import Stats
 from cairn.obs.metrics import Metrics
+from cairn.server.loading import view_of
 from cairn.server.options import ServerOptions
 from cairn.server.state import ServerState
 
 
 def fake_state(**options):
     """A loaded server whose engine is a plain object; set its fields as needed."""
-    client = SimpleNamespace(dead=None, step_age=0.0, phases={"weights": 1.5}, stats=Stats())
-
-    def totals():
-        return {**msgspec.structs.asdict(client.stats), "step_age": client.step_age}
-
+    client = SimpleNamespace(
+        dead=None, down={}, serving=True, step_age=0.0, phases={"weights": 1.5}, stats=Stats()
+    )
     return ServerState(
         options=ServerOptions(**options),
         client=client,
-        metrics=Metrics("tiny", totals, lambda: client.phases),
+        metrics=Metrics("tiny", lambda: [view_of(client)]),
         grammars=None,
         templates=None,
         model_name="tiny",

@@ -14,7 +14,7 @@ def server(**options):
 
 def test_alive_and_ready():
     _, app = server()
-    assert ask(app, "GET", "/health").json()["status"] == "ok"
+    assert ask(app, "GET", "/health").json().keys() == {"status", "uptime_seconds"}
     assert ask(app, "GET", "/ready").json() == {"ready": True}
 
 
@@ -42,4 +42,6 @@ def test_metrics_are_prometheus_text():
     _, app = server()
     response = ask(app, "GET", "/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    assert 'cairn:startup_seconds{model_name="tiny",phase="weights"} 1.5' in response.text
+    assert (
+        'cairn:startup_seconds{model_name="tiny",phase="weights",replica="0"} 1.5' in response.text
+    )
