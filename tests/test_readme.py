@@ -35,6 +35,10 @@ def test_the_example_of_ops_prints_what_stands_below_it() -> None:
         ("sh", "make cofee", "no target 'cofee'"),
         ("sh", "if then", "syntax error"),
         ("json", "{", "Expecting"),
+        ("yaml", "a: [", "expected"),
+        ("yaml", "spec: [{args: [serve, --port, 1]}]", "texts only"),
+        ("yaml", "spec: [{args: [serve, --portt, '1']}]", "No such option"),
+        ("dockerfile", 'CMD ["sevre"]', "no command 'sevre'"),
     ],
 )
 def test_what_is_wrong_is_found(kind: str, text: str, message: str) -> None:

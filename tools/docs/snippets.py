@@ -7,7 +7,8 @@
 - A line of a block marked `sh` that begins with `cairn` is parsed by the command line without being
   run: the command and its options must exist, their values must be of the right type. `curl` of the
   API runs against the server; `make` must name a target. The whole block must be valid shell.
-- A block marked `json` must be JSON.
+- A block marked `json` must be JSON, one marked `yaml` YAML. What a `yaml` file and a `dockerfile`
+  give to the image, whose entry point is `cairn`, is parsed as above.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import yaml
 
 from cairn.cli.main import cairn
 
@@ -114,6 +116,32 @@ def _parse(block: Block, words: list[str]) -> None:
         raise Broken(f"{block.place}: {error.format_message()}") from None
 
 
+def check_yaml(block: Block) -> None:
+    """Each `command` and `args` is one of cairn's. Raises Broken."""
+    try:
+        values = list(yaml.safe_load_all(block.text))
+    except yaml.YAMLError as error:
+        raise Broken(f"{block.place}: {error}") from None
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            for key in ("command", "args"):
+                words = value.get(key, [])
+                if not all(isinstance(word, str) for word in words):
+                    raise Broken(f"{block.place}: {key} must hold texts only")
+                if words:
+                    _parse(block, words)
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+
+
+def check_dockerfile(block: Block) -> None:
+    """Its CMD is one of cairn's. Raises Broken."""
+    [words] = re.findall(r"^CMD (.*)$", block.text, re.MULTILINE)
+    _parse(block, json.loads(words))
+
+
 def _has_target(block: Block, target: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE):
@@ -188,6 +216,10 @@ def check(block: Block, wanted: str | None, run: bool, with_server: bool) -> Non
             json.loads(block.text)
         except ValueError as error:
             raise Broken(f"{block.place}: {error}") from None
+    elif kind[:1] == ["yaml"]:
+        check_yaml(block)
+    elif kind[:1] == ["dockerfile"]:
+        check_dockerfile(block)
     elif kind[:1] == ["python"]:
         compile(block.text, block.place, "exec")
         if run and (with_server or "server" not in kind):
