@@ -96,14 +96,15 @@ def serve(built: Built, prompts, params, rng=None, hostage: Lease | None = None)
 
 
 @shows("qwen3_next qwen3_5 glm_moe_dsa", "speculation")
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("family", [*RECURRENT, *LATENT])
+@pytest.mark.parametrize(
+    "family, overlap", zip([*RECURRENT, *LATENT], [True, False, True], strict=True)
+)
 def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bool) -> None:
     """Prefix cache, chunks, batches, aborts and retractions: a guess depends on the text alone."""
     rng = random.Random(f"{family} {overlap}")
-    cold = drafting(family, enable_prefix_caching=False)
+    cold, alone = (make(family, enable_prefix_caching=False) for make in (drafting, plain))
     prompts = prompts_of(rng, 48, cold.spec.vocab_size)
-    params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=20) for n in range(len(prompts))]
+    params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=10) for n in range(len(prompts))]
     # Turns of a conversation, which go on from shared pages.
     prompts += [
         prompt[:130] + text(n, 70, cold.spec.vocab_size) for n, prompt in enumerate(prompts)
@@ -112,14 +113,14 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
     wanted, seen = [], Seen()
     cold.core.scheduler.drafter, cold.core.scheduler.pace = Mixed(seen), None
     for prompt, param in zip(prompts, params, strict=True):
-        wanted += serve(plain(family), [prompt], [param])
+        wanted += serve(alone, [prompt], [param])
         assert serve(cold, [prompt], [param])[0].token_ids == wanted[-1].token_ids
     built = drafting(family)
     built.core.overlap, built.core.scheduler.pace = overlap, None
     built.core.scheduler.drafter = drafter = Mixed(seen, 0.6)
     for prompt, output in zip(prompts, wanted, strict=True):
         drafter.knows(prompt, output.token_ids)
-    longest = max(map(len, prompts)) + 20
+    longest = max(map(len, prompts)) + 10
     hostage = occupy(built.core.cache, keep=3 * int(built.slots.pages_for(longest)))
     before = seen.count
     for _ in range(2):
@@ -131,8 +132,8 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
     built.core.cache.close(hostage)
     assert all_pages_back(built.core)
     totals = built.core.scheduler.drafts
-    assert totals.accepted > 50 and totals.accepted < totals.drafted
-    assert built.core.scheduler.cached_prompt_tokens > 0 and seen.count > before + 100
+    assert totals.accepted > 25 and totals.accepted < totals.drafted
+    assert built.core.scheduler.cached_prompt_tokens > 0 and seen.count > before + 50
 
 
 @shows("glm_moe_dsa", "speculation")

@@ -110,7 +110,7 @@ def test_whole_prompts(case: str, length: int):
 @pytest.mark.parametrize(
     ("case", "length", "chunk"),
     [
-        *[("v32_rope_nogroup_tied", 127, chunk) for chunk in (1, 3, 63, 64, 65)],
+        *[("v32_rope_nogroup_tied", 127, chunk) for chunk in (3, 63, 65)],
         *[("glm_freq4_offset3", 130, chunk) for chunk in (5, 65)],
     ],
 )

@@ -45,13 +45,13 @@ def in_chunks_of(chunk: int | None, case: str, device: str) -> Trace:
 
 @shows("hils", "chunked prefill")
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("chunk", [1, 15, 16, 17, 37, 63, 64, 65])
+@pytest.mark.parametrize("chunk", [1, 15, 37, 64])
 def test_whole_against_chunked_prefill(case, chunk, device):
     assert_same(in_chunks_of(None, case, device), in_chunks_of(chunk, case, device))
 
 
 @shows("hils", "batching")
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     case=st.sampled_from(CASES),
     seed=st.integers(0, 2**16),
@@ -59,7 +59,7 @@ def test_whole_against_chunked_prefill(case, chunk, device):
 )
 def test_random_schedules_of_mixed_lengths_against_single(case, seed, budgets, device):
     rng = random.Random(seed)
-    prompts = [text(seed + i, rng.randint(1, 260)) for i in range(5)]
+    prompts = [text(seed + i, rng.randint(1, 260)) for i in range(3)]
     counts = [rng.randint(1, 40) for _ in prompts]
     together = run(
         engine(case, device=device), prompts, [greedy(n) for n in counts], budgets=budgets
@@ -87,7 +87,7 @@ def test_decode_against_prefill_over_many_pages(case, device):
 
 
 @shows("hils", "prefix cache")
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("case", SMALL)
 def test_cold_against_warm_prefix(case, share, device):
     """Generation runs on until the reused pages have left the window and are read by landmark."""
@@ -215,18 +215,18 @@ def test_a_step_writes_the_slots_it_runs_and_no_others(case, device):
 
 
 @pytest.mark.parametrize(
-    "case, all_below", [("qwen_gqa4_prior_lora_inrange", 300), ("olmo_mha_interleave4", 1)]
+    "case, all_below", [("qwen_gqa4_prior_lora_inrange", 80), ("olmo_mha_interleave4", 1)]
 )
 def test_lengths_from_1_to_700(case, all_below, device):
     """Rows 0 .. n of a prompt do not depend on how much follows; no length gives a NaN. From
-    `all_below` on they are 4 apart, which meets every place of a page, of 15 tokens."""
+    `all_below` on they are 7 apart, which meets every place of a page, of 15 tokens."""
     built = engine(
         case, device=device, enable_prefix_caching=False, max_num_seqs=64, kv_cache_memory="64MiB"
     )
     prompt = text(11, 700)
     whole = run(built, [prompt], greedy(1, prompt_logprobs=True), poisoned=False)[0]
     reference = np.concatenate([whole.prompt_logprobs, whole.logprobs])
-    all_lengths = [*range(1, all_below), *range(all_below, 701, 4)]
+    all_lengths = [*range(1, all_below), *range(all_below, 701, 7)]
     for at in range(0, len(all_lengths), 50):
         part = all_lengths[at : at + 50]
         got = run(built, [prompt[:n] for n in part], greedy(1), poisoned=False)

@@ -46,7 +46,7 @@ def found(llm: LLM, tokens: int, seed: int) -> None:
     assert ask(llm, document.text, facts) == [fact.answer for fact in facts]
 
 
-@pytest.mark.parametrize("tokens", [4096, 8192])
+@pytest.mark.parametrize("tokens", [4096, pytest.param(8192, marks=pytest.mark.slow)])
 def test_the_three_kinds_of_question(llm, tokens):
     found(llm, tokens, seed=tokens)
 

@@ -95,7 +95,7 @@ async def finish(stream):
 
 
 @pytest.mark.parametrize(
-    "count", [200, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    "count", [60, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_clients_that_leave_at_random_moments(server, count):
     engine = server.engine.pid
@@ -218,7 +218,9 @@ def test_descriptors_are_given_back(server):
     server.wait_for(lambda: process.num_fds() <= before + 1, SLACK)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_an_engine_that_is_killed_or_stopped(tmp_path, number):
     with running(tmp_path) as server:
 

@@ -18,8 +18,9 @@ needs_triton = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 
 
 @needs_triton
-@pytest.mark.parametrize("splits, least", [(2, 1), (3, 1), (16, 1), (3, 3)])
-@pytest.mark.parametrize("mask_landmarks", [False, True])
+@pytest.mark.parametrize(
+    "splits, least, mask_landmarks", [(2, 1, False), (3, 1, True), (16, 1, False), (3, 3, True)]
+)
 def test_same_attention_whatever_the_splits(
     splits: int,
     least: int,

@@ -84,17 +84,17 @@ def test_tokens_are_those_of_what_is_kept(
     running = kept.cumsum(-1)
     total = running[:, -1]
     # The last number is that of the last token that is kept.
-    for uniform in (torch.tensor([0.0, 0.5, 1 - 2.0**-24]), torch.tensor([1 - 2.0**-24, 0.9, 0.2])):
-        tokens = drawn(rows, share, least, uniform, device)
-        beyond, own = (x.gather(-1, tokens[:, None])[:, 0] for x in (running, kept))
-        wanted = uniform.double() * total
-        assert (own > 0).all()
-        # Kernels round weights to float32.
-        assert (beyond >= wanted - OFF).all()
-        assert (beyond - own <= wanted + OFF).all()
+    uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
+    tokens = drawn(rows, share, least, uniform, device)
+    beyond, own = (x.gather(-1, tokens[:, None])[:, 0] for x in (running, kept))
+    wanted = uniform.double() * total
+    assert (own > 0).all()
+    # Kernels round weights to float32.
+    assert (beyond >= wanted - OFF).all()
+    assert (beyond - own <= wanted + OFF).all()
 
 
-@pytest.mark.parametrize("name", ["few numbers", "several lines", "nearly all", "most numbers"])
+@pytest.mark.parametrize("name", ["few numbers", "several lines"])
 def test_a_row_alone_draws_as_among_others(name: str, device: str) -> None:
     rows, share, least = CASES[name]
     uniform = torch.tensor([0.3, 0.6, 0.9])
