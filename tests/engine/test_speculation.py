@@ -82,8 +82,14 @@ def serve(built, prompts, params, rng=None) -> list[CompletionOutput]:
 
 
 @shows("hils qwen3_moe qwen3_next qwen3_5 deepseek_v32 glm_moe_dsa", "speculation")
-@pytest.mark.parametrize("kind", RIGHT)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family, kind",
+    [
+        *((family, "random") for family in FAMILIES),
+        *(("landmarks and windows", kind) for kind in ("right", "wrong")),
+        *(pytest.param(f, k, marks=pytest.mark.slow) for f in FAMILIES for k in ("right", "wrong")),
+    ],
+)
 def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, kind: str) -> None:
     """Cold and warm, greedy and drawn, with aborts and retractions, whatever ends an output."""
     rng = random.Random(f"{family} {kind}")
@@ -244,7 +250,7 @@ class Wrong:
         return [token ^ (i == self.place) for i, token in enumerate(truth)]
 
 
-@pytest.mark.parametrize("drafts", [1, 4, 15])
+@pytest.mark.parametrize("drafts", [1, 4, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["landmarks and windows", "recurrent"])
 def test_a_guess_may_be_wrong_in_any_place_behind_any_prompt(family: str, drafts: int) -> None:
     """Also where the prompt is as long as a step of guesses."""

@@ -25,14 +25,14 @@ def test_the_oracle_agrees_on_every_golden_model(case):
     assert difference(prefill_rows(built, tokens), want) < ROUNDING
 
 
-@pytest.mark.parametrize("strategy", ["group", "head", "softmax_head"])
 @pytest.mark.parametrize(
-    "case",
+    "case, strategy",
     [
-        "qwen_noprior_lmk_k",
-        "qwen_gqa4_prior_lora_inrange",
-        "qwen_meanpool_nolmk",
-        "olmo_mha_interleave4",
+        ("qwen_noprior_lmk_k", "group"),
+        ("qwen_gqa4_prior_lora_inrange", "head"),
+        ("qwen_gqa4_prior_lora_inrange", "softmax_head"),
+        ("qwen_meanpool_nolmk", "group"),
+        ("olmo_mha_interleave4", "head"),
     ],
 )
 def test_selection_strategies(case, strategy):
@@ -65,7 +65,7 @@ def test_auto_is_the_models_own_rule_and_warns_of_nothing():
     assert built.config.warnings == ()
 
 
-@pytest.mark.parametrize("topk", [1, 2, 7, 50])
+@pytest.mark.parametrize("topk", [1, 7, 50])
 def test_topk(tmp_path, topk):
     built, tokens = wide(folder(tmp_path / "m"), hsa_topk=topk), text(33, LENGTH)
     assert built.config.warnings == (f"hsa_topk={topk} contradicts the trained model (4)",)
@@ -73,7 +73,7 @@ def test_topk(tmp_path, topk):
     assert difference(prefill_rows(built, tokens), want) < ROUNDING
 
 
-@pytest.mark.parametrize("window", [1, 15, 17, 100])
+@pytest.mark.parametrize("window", [1, 17, 100])
 def test_window_size(tmp_path, window):
     built, tokens = wide(folder(tmp_path / "m"), hsa_window_size=window), text(34, LENGTH)
     assert f"hsa_window_size={window} contradicts" in built.config.warnings[0]
