@@ -49,7 +49,7 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
         kv_cache_dtype: of what pages hold: "auto" (the dtype), "bf16" (must be it), "fp8_e4m3" of
             keys and values, "fp8_ds" of latent attention.
         max_model_len: longest sequence in user tokens, prompt and output together.
-        kv_cache_memory: bytes of the page pool, or text such as "4GiB".
+        kv_cache_memory: bytes of the page pool of each rank, or text such as "4GiB".
         kv_host_memory: bytes of host memory, or text such as "64GiB", in which pages stay that the
             device's prefix cache gives up; None: they are lost.
         gpu_memory_utilization: share of a GPU's memory of which pages get what is left.
@@ -65,6 +65,7 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
         load_format: "auto" reads the folder's weights; "random" draws them (benchmarks).
         quantization: "auto": as the checkpoint is; "fp8": matrices of one that is not quantised
             become e4m3 with a scale for each row when they are read.
+        tensor_parallel_size: ranks that hold the model together: GPUs, or on the CPU processes.
     """
 
     dtype: str = "auto"
@@ -84,13 +85,14 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
     enable_prefix_caching: bool = True
     load_format: Literal["auto", "random"] = "auto"
     quantization: Literal["auto", "fp8"] = "auto"
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("load_format", self.load_format, ("auto", "random"))
         _one_of("quantization", self.quantization, ("auto", "fp8"))
-        for name in ("max_model_len", "page_size", "max_num_seqs"):
+        for name in ("max_model_len", "page_size", "max_num_seqs", "tensor_parallel_size"):
             _positive(name, getattr(self, name))
         _positive("chunked_prefill_size", self.chunked_prefill_size)
         self.check()
@@ -149,6 +151,7 @@ class EngineConfig:
     disable_cuda_graph: bool
     disable_overlap_schedule: bool
     kv_host_memory: int = 0
+    tensor_parallel_size: int = 1
     speculation: Speculation | None = None
     media: MediaLimits = field(default_factory=MediaLimits)
     choices: tuple[Choice, ...] = field(default=())
@@ -195,6 +198,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         disable_cuda_graph=options.disable_cuda_graph,
         disable_overlap_schedule=options.disable_overlap_schedule,
         kv_host_memory=_resolve_host_memory(options),
+        tensor_parallel_size=options.tensor_parallel_size,
         speculation=speculation,
         media=resolve_media(options),
         choices=tuple(notes.choices),
@@ -259,7 +263,7 @@ def _resolve_memory(
                 "Use kv_cache_memory (--kv-cache-memory)",
             )
         if memory is None:
-            memory = int(machine.free_memory * HOST_SHARE)
+            memory = int(machine.free_memory * HOST_SHARE) // options.tensor_parallel_size
             told = f"{memory / GIB:.2f}GiB"
             notes.chose("kv_cache_memory", told, "a share of the free memory")
     elif memory is None and share is None:

@@ -228,6 +228,13 @@ ENGINE = (
     ),
     *map(_declared, (*mixer_options(), *speculative_options(), *media_options())),
     click.option(
+        "--tensor-parallel-size",
+        "--tp-size",
+        "-tp",
+        type=int,
+        help="Ranks that hold the model together: GPUs, or processes on the CPU.  [default: 1]",
+    ),
+    click.option(
         "--load-format",
         type=click.Choice(["auto", "random"]),
         help="random: random weights instead of the folder's, for benchmarks.  [default: auto]",
@@ -257,6 +264,7 @@ ENGINE_NAMES = (
     "chunked_prefill_size",
     "itl_target_ms",
     *(entry.name for entry in (*mixer_options(), *speculative_options(), *media_options())),
+    "tensor_parallel_size",
     "load_format",
     "quantization",
 )

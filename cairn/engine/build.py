@@ -20,10 +20,11 @@ from cairn.cache.schema import LINEAR, PRESHUFFLED, CacheSchema, PageFormat
 from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
 from cairn.config import EngineConfig, EngineOptions, Machine, resolve
+from cairn.distributed.groups import ALONE, Group
 from cairn.engine.admission import CoreShape
 from cairn.engine.core import EngineCore
 from cairn.engine.drafts import HeadDrafter, NgramDrafter
-from cairn.engine.host_cache import check_host_cache, host_cache
+from cairn.engine.host_cache import check_host_cache, host_cache, host_records
 from cairn.engine.host_memory import bound_kernel_caches, keep_freed_memory
 from cairn.engine.memory import (
     Lines,
@@ -37,12 +38,14 @@ from cairn.engine.memory import (
 )
 from cairn.engine.pace import Pace
 from cairn.engine.planned_step import Limits
+from cairn.engine.ranks import Ranks, threads_of_rank
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.engine.trees import Trees
 from cairn.errors import BadConfig
 from cairn.models.registry import load_model, load_spec, measure_weights
+from cairn.models.sharding import local
 from cairn.ops.compile_loops import compile_loops
-from cairn.runner.executor import InProcessExecutor
+from cairn.runner.executor import Executor, InProcessExecutor, RanksExecutor
 from cairn.runner.memory import Steps, measure
 from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
@@ -76,8 +79,28 @@ class Built:
     table: Lines
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One rank's share of a model, ready to run.
+
+    Attributes:
+        executor: runs the model with its pages.
+        memory: pages and context length, the same on all ranks.
+        schema: what pages hold.
+        table: (what, bytes) of everything in the device's memory.
+    """
+
+    executor: InProcessExecutor
+    memory: MemoryPlan
+    schema: CacheSchema
+    table: Lines
+
+
 def build(
-    model: Path, options: EngineOptions, on_phase: Callable[[str], object] = lambda name: None
+    model: Path,
+    options: EngineOptions,
+    on_phase: Callable[[str], object] = lambda name: None,
+    start: Callable[[int, torch.device], Ranks] = Ranks,
 ) -> Built:
     """Load a model folder and set an engine up around it.
 
@@ -87,38 +110,80 @@ def build(
         on_phase: called with "weights", "profile" (on a GPU, unless `kv_cache_memory` fixes the
             pages: steps of all sizes have been run and measured), "pages" and "tokenizer" when
             each is there.
+        start: starts the other ranks of so many, where there are several.
 
     Raises:
         BadModel: the folder cannot be served.
         BadConfig: an option that is impossible for this model or machine.
         OutOfMemory: the weights or the pages do not fit.
+        EngineDead: another rank has ended.
     """
     config = resolve(options, load_spec(model), this_machine(options.device))
-    spec = config.model
+    size = config.tensor_parallel_size
+    # Refused before any process is started.
+    local(config.model, size)
+    if size == 1:
+        loaded = load_runner(model, options, config, ALONE, on_phase)
+        return _assemble(model, config, loaded, None, on_phase)
+    if config.device == "cpu":
+        torch.set_num_threads(min(torch.get_num_threads(), threads_of_rank(size)))
+    ranks = start(size, torch.device(config.device))
+    with ranks.explained():
+        ranks.load(model, settled(options, config))
+        loaded = load_runner(model, options, config, ranks.group, on_phase)
+        return _assemble(model, config, loaded, ranks, on_phase)
+
+
+def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
+    """The options with what another process might choose in another way."""
+    return replace(
+        options, dtype=config.dtype, device=config.device, kv_cache_memory=config.kv_cache_memory
+    )
+
+
+def load_runner(
+    model: Path,
+    options: EngineOptions,
+    config: EngineConfig,
+    group: Group,
+    on_phase: Callable[[str], object] = lambda name: None,
+) -> Loaded:
+    """Load this rank's share of a model; all ranks of the group do at the same time.
+
+    Args:
+        model, options, on_phase: see `build`.
+        config: the resolved options.
+        group: the ranks.
+    """
+    spec = local(config.model, group.size)
     dtype = getattr(torch, config.dtype)
     form = page_format(config)
     schema = cache_schema(spec.mixers, form)
     page_bytes = PageBytes.of(schema)
-    device = torch.device(config.device)
+    device = device_of(config, group)
     slots = SlotMap(config.page_size, spec.landmarks)
 
     def planned(usage: Usage | None) -> MemoryPlan:
-        return plan_memory(options, config, spec, page_bytes, room_for_pages(config, usage))
+        room = room_for_pages(config, usage)
+        room = replace(room, bytes=group.least(room.bytes, device))
+        return plan_memory(options, config, spec, page_bytes, room)
 
     on_gpu = device.type == "cuda"
     parameters, weight_bytes = measure_weights(spec, dtype)
     usage = replace(gpu_usage(device), weights=weight_bytes) if on_gpu else None
     # On a GPU these are the most pages there can be: what steps take is not known yet.
     memory = planned(usage)
-    announce(config.choices, config.warnings)
+    if group.rank == 0:
+        announce(config.choices, config.warnings)
     if not on_gpu:
-        begin_on_cpu(memory)
-    check_host_cache(config, schema, memory, free_host_memory())
+        begin_on_cpu(memory, group.size)
+    check_host_cache(config, schema, memory, free_host_memory() // group.size)
     random_seed = config.seed if config.load_format == "random" else None
-    module = load_model(model, spec, dtype, device, random_seed=random_seed)
+    module = load_model(model, config.model, dtype, device, random_seed=random_seed, group=group)
     on_phase("weights")
     shape = runner_shape(config, memory, slots, parameters)
-    with_graphs = on_gpu and not config.disable_cuda_graph
+    # Sums of ranks in graphs wait for a machine that shows them.
+    with_graphs = on_gpu and not config.disable_cuda_graph and group.alone
     if on_gpu:
         measured = (0, 0)
         if config.kv_cache_memory is None:
@@ -129,29 +194,54 @@ def build(
         memory = planned(usage)
         shape = replace(shape, max_pages=slots.pages_for(memory.max_model_len))
     table = memory.table(module.weight_bytes, usage)
-    announce(memory.choices, ())
-    log.info("memory: %s", ", ".join(f"{what} {gib(count)}" for what, count in table))
+    if group.rank == 0:
+        announce(memory.choices, ())
+        log.info("memory: %s", ", ".join(f"{what} {gib(count)}" for what, count in table))
     sizes = PoolSizes(memory.group_pages, config.max_num_seqs, memory.snapshots)
     pools = CachePools(schema, sizes, device, with_graphs)
     if not on_gpu:
         settle_on_cpu(dtype)
-    runner = Runner(module, spec.mixers, pools, shape, device)
-    executor = InProcessExecutor(runner)
-    host = host_cache(config, memory, pools, executor)
+    runner = Runner(module, spec.mixers, pools, shape, device, group)
+    records = host_records(config, memory, pools, group)
     on_phase("pages")
+    return Loaded(InProcessExecutor(runner, records), memory, schema, table)
+
+
+def _assemble(
+    model: Path,
+    config: EngineConfig,
+    loaded: Loaded,
+    ranks: Ranks | None,
+    on_phase: Callable[[str], object],
+) -> Built:
+    """The engine around what was loaded."""
+    runner, memory, on_gpu = loaded.executor.runner, loaded.memory, config.device != "cpu"
+    slots = runner.shape.slots
     tokenizer = load_tokenizer(model)
     on_phase("tokenizer")
+    executor: Executor = loaded.executor
+    if ranks is not None:
+        executor = RanksExecutor(loaded.executor, ranks)
+    host = host_cache(loaded.executor.records, executor)
     core = EngineCore(
         core_shape(config, memory.max_model_len, tokenizer),
         limits_of(config),
-        page_cache(memory, slots, config.enable_prefix_caching, schema, host),
+        page_cache(memory, slots, config.enable_prefix_caching, loaded.schema, host),
         slots,
         executor,
         tokenizer,
         overlap=on_gpu and not config.disable_overlap_schedule,
     )
     guess(core, config)
-    return Built(core, runner, spec, config, memory, slots, table)
+    return Built(core, runner, config.model, config, memory, slots, loaded.table)
+
+
+def device_of(config: EngineConfig, group: Group) -> torch.device:
+    """The device of a rank: GPUs are taken in order, from the one that the options name."""
+    device = torch.device(config.device)
+    if device.type == "cpu" or group.alone:
+        return device
+    return torch.device("cuda", (device.index or 0) + group.rank)
 
 
 def guess(core: EngineCore, config: EngineConfig) -> None:
@@ -175,9 +265,9 @@ def limits_of(config: EngineConfig) -> Limits:
     return Limits(config.max_num_seqs, config.chunked_prefill_size, target)
 
 
-def begin_on_cpu(memory: MemoryPlan) -> None:
+def begin_on_cpu(memory: MemoryPlan, ranks: int) -> None:
     """Checks before weights are loaded. Raises OutOfMemory, see `check_host`."""
-    check_host(memory, free_host_memory())
+    check_host(memory, free_host_memory() // ranks)
     bound_kernel_caches()
 
 

@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cairn.cache.host import Move
 from cairn.errors import BadConfig
@@ -89,6 +90,10 @@ class FaultyExecutor:
     def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
         """Move records."""
         return self._inner.move(moves, into_host)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Call it on the inner executor."""
+        return self._inner.call(name, **arguments)
 
     def shutdown(self) -> None:
         """Release what the inner executor holds."""

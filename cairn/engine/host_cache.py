@@ -9,9 +9,10 @@ from cairn.cache.pools import CachePools
 from cairn.cache.record import layouts
 from cairn.cache.schema import CacheSchema
 from cairn.config import EngineConfig
+from cairn.distributed.groups import Group
 from cairn.engine.memory import MemoryPlan, gib
 from cairn.errors import BadConfig, OutOfMemory
-from cairn.runner.executor import InProcessExecutor
+from cairn.runner.executor import Executor
 from cairn.runner.host_records import HostRecords
 
 log = logging.getLogger(__name__)
@@ -61,15 +62,19 @@ def host_counts(asked: int, schema: CacheSchema, plan: MemoryPlan) -> tuple[int,
     return counts
 
 
-def host_cache(
-    config: EngineConfig, plan: MemoryPlan, pools: CachePools, executor: InProcessExecutor
-) -> HostCache | None:
-    """The ledger of records in host memory, whose bytes the executor gets; None: it is not used."""
+def host_records(
+    config: EngineConfig, plan: MemoryPlan, pools: CachePools, group: Group
+) -> HostRecords | None:
+    """Places for the records of a rank in host memory; None: it is not used."""
     counts = host_counts(config.kv_host_memory, pools.schema, plan)
     if not any(counts):
         return None
-    executor.records = HostRecords(pools, counts)
     said = zip(counts, ("pages", "window pages", "states"), strict=True)
     held = ", ".join(f"{count} {name}" for count, name in said if count)
     log.info("host prefix cache: %s in %s", held, gib(config.kv_host_memory))
-    return HostCache(counts, executor.move)
+    return HostRecords(pools, counts, group)
+
+
+def host_cache(records: HostRecords | None, executor: Executor) -> HostCache | None:
+    """The ledger of these records, which the executor moves."""
+    return None if records is None else HostCache(records.counts, executor.move)

@@ -69,8 +69,9 @@ def warm_up(built: Built) -> None:
         log.info("ran every kernel once in %.1f s", time.perf_counter() - began)
     encoder = built.runner.encoder
     if encoder is not None:
-        encoder.rehearse(built.runner.shape.image_sides[: None if on_gpu else 1])
-    built.runner.forget_reads()
+        sides = built.runner.shape.image_sides[: None if on_gpu else 1]
+        built.core.executor.call("encoder.rehearse", sides=sides)
+    built.core.executor.call("forget_reads")
 
 
 class _Steps(NamedTuple):

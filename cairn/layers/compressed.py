@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.attention.inputs import CompressedInputs, Compression, EntryInputs, IndexInputs
 from cairn.attention.step import BoundLayer
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.linear import PLAIN, Linear
 from cairn.layers.norm import RMSNorm
 from cairn.layers.residual import Delta, Hidden, Product
@@ -56,6 +57,8 @@ class CompressedAttention(nn.Module):
         rotary: of the last dimensions.
         dtype: of activations.
         scheme: how matrices are kept.
+        group: ranks that divide the groups of heads; `spec` has those of one. Records, entries and
+            the indexer are on all of them.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class CompressedAttention(nn.Module):
         rotary: Rotary,
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
         self.spec, self.rotary = spec, rotary
@@ -79,12 +83,12 @@ class CompressedAttention(nn.Module):
             up.append(Rows("indexer.wq_b", own.index_heads * own.index_dim))
         self.q_up = Linear(rank, up, dtype=dtype, scheme=scheme)
         # Kept unquantised: it is applied separately for each group.
-        group = [Rows("wo_a", spec.out_groups * spec.out_rank)]
+        grouped = [Rows("wo_a", spec.out_groups * spec.out_rank)]
         within = heads * dim // spec.out_groups
-        self.group_out = Linear(within, group, dtype=dtype, scheme=scheme.unpacked)
+        self.group_out = Linear(within, grouped, dtype=dtype, scheme=scheme.unpacked)
         out = [Rows("wo_b", hidden)]
         inner = spec.out_groups * spec.out_rank
-        self.out = Linear(inner, out, dtype=dtype, scheme=scheme)
+        self.out = Linear(inner, out, dtype=dtype, scheme=scheme, group=group)
         self.sink = nn.Parameter(torch.empty(heads, dtype=torch.float32), requires_grad=False)
         self.side: Linear | None = None
         self.compressor: Compressor | None = None

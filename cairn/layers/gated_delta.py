@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.attention.inputs import GatedDeltaInputs
 from cairn.attention.step import BoundLayer
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.linear import PLAIN, Linear
 from cairn.layers.norm import RMSNorm
 from cairn.layers.residual import Delta, Hidden, Product
@@ -29,18 +30,26 @@ class GatedDeltaNet(nn.Module):
         hidden: width of the residual stream.
         dtype: of activations.
         scheme: how matrices are kept.
+        group: ranks that divide the heads; `spec` has those of one.
     """
 
     def __init__(
-        self, spec: GatedDeltaSpec, hidden: int, dtype: torch.dtype, scheme: Scheme = PLAIN
+        self,
+        spec: GatedDeltaSpec,
+        hidden: int,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
+        self.conv_parts = spec.conv_parts
         self.heads, self.value_dim = spec.value_heads, spec.value_dim
         values = spec.value_heads * spec.value_dim
         self.widths = (spec.conv_channels, values, spec.value_heads, spec.value_heads)
         parts = grouped_parts(spec) if spec.grouped else separate_parts(spec)
         self.inputs = Linear(hidden, parts, dtype=dtype, scheme=scheme)
-        self.out = Linear(values, [Rows("out_proj", hidden)], dtype=dtype, scheme=scheme)
+        out = [Rows("out_proj", hidden)]
+        self.out = Linear(values, out, dtype=dtype, scheme=scheme, group=group)
         self.norm = RMSNorm(spec.value_dim, spec.eps, dtype=dtype)
         self.conv = _parameter(spec.conv_channels, spec.conv_kernel, dtype=dtype)
         # Kept in float32, as in training: the decay is an exponential of both.
@@ -55,7 +64,11 @@ class GatedDeltaNet(nn.Module):
             *self.out.weights(source),
             *self.norm.weights(source, "norm"),
             Weight(
-                source.name("conv1d.weight"), (channels, 1, width), self.conv, transform=_depthwise
+                source.name("conv1d.weight"),
+                (channels, 1, width),
+                self.conv,
+                transform=_depthwise,
+                pieces=self.conv_parts,
             ),
             Weight(source.name("A_log"), (self.heads,), self.a_log, draw="around_zero"),
             Weight(source.name("dt_bias"), (self.heads,), self.dt_bias, draw="around_one"),
@@ -76,7 +89,7 @@ def separate_parts(spec: GatedDeltaSpec) -> list[Rows]:
     """Stored matrices with a name for each kind of row."""
     heads = spec.value_heads
     return [
-        Rows("in_proj_qkv", spec.conv_channels),
+        Rows("in_proj_qkv", spec.conv_channels, pieces=spec.conv_parts),
         Rows("in_proj_z", heads * spec.value_dim),
         Rows("in_proj_b", heads),
         Rows("in_proj_a", heads),

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.attention.inputs import GqaInputs
 from cairn.attention.step import BoundLayer
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.linear import PLAIN, Linear
-from cairn.layers.norm import RMSNorm
+from cairn.layers.norm import DividedNorm, RMSNorm
 from cairn.layers.residual import Delta, Hidden, Product
 from cairn.layers.rotary import Angles, Rotary
 from cairn.layers.schemes.base import Rows, Scheme
@@ -29,6 +30,7 @@ class GqaAttention(nn.Module):
         rotary: of this layer, None: no position.
         dtype: of activations.
         scheme: how matrices are kept.
+        group: ranks that divide the heads; `spec` has those of one.
     """
 
     def __init__(
@@ -38,15 +40,16 @@ class GqaAttention(nn.Module):
         rotary: Rotary | None,
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
-        self.head_dim, self.rotary = spec.head_dim, rotary
+        self.head_dim, self.rotary, self.group = spec.head_dim, rotary, group
         self.q_width = spec.num_heads * spec.head_dim
         self.kv_width = spec.num_kv_heads * spec.head_dim
         self.output_gate = spec.output_gate
         joint, out = self._parts_of(spec), [Rows("o_proj", hidden)]
         self.qkv = Linear(hidden, joint, spec.bias, dtype=dtype, scheme=scheme)
-        self.out = Linear(self.q_width, out, spec.out_bias, dtype=dtype, scheme=scheme)
+        self.out = Linear(self.q_width, out, spec.out_bias, dtype=dtype, scheme=scheme, group=group)
         self.q_norm = self._norm_of(spec, spec.qk_norm, self.q_width, dtype)
         self.k_norm = self._norm_of(spec, spec.qk_norm, self.kv_width, dtype)
         # [begin, end) of the heads of q, of k and of what a subclass adds, in the fused projection.
@@ -68,19 +71,26 @@ class GqaAttention(nn.Module):
     ) -> RMSNorm | None:
         if width is None:
             return None
+        if width == "full" and not self.group.alone:
+            return DividedNorm(
+                full, spec.qk_eps, dtype=dtype, unit_offset=spec.unit_offset, group=self.group
+            )
         size = full if width == "full" else self.head_dim
         return RMSNorm(size, spec.qk_eps, dtype=dtype, unit_offset=spec.unit_offset)
 
     def _fuses(self, spec: GqaSpec) -> bool:
         """Whether one op splits, norms and rotates: every head has its norm, or all heads of q, of
         k and of further spans have one each; all dimensions rotate, in halves; no gates."""
+        norms = self._norms()
         if spec.output_gate or spec.qk_norm is None:
+            return False
+        if any(isinstance(norm, DividedNorm) for norm in norms):
             return False
         if self.rotary is not None:
             whole = self.rotary.dim == self.head_dim
             if not whole or self.rotary.spec.interleaved:
                 return False
-        widths = [norm.weight.shape[0] if norm is not None else 0 for norm in self._norms()]
+        widths = [norm.weight.shape[0] if norm is not None else 0 for norm in norms]
         spans = [(b - a) * self.head_dim for a, b in self.spans]
         self.by_head = all(width == self.head_dim for width in widths)
         return self.by_head or widths == spans

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from cairn.attention.inputs import HilsInputs
 from cairn.attention.step import BoundLayer
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.gqa import GqaAttention
 from cairn.layers.linear import PLAIN, Linear
 from cairn.layers.norm import RMSNorm
@@ -32,8 +33,9 @@ class HilsAttention(GqaAttention):
         rotary: Rotary | None,
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
+        group: Group = ALONE,
     ) -> None:
-        super().__init__(spec, hidden, rotary, dtype, scheme)
+        super().__init__(spec, hidden, rotary, dtype, scheme, group)
         self.lmk_q_up: Linear | None = None
         self.lmk_q_norm: RMSNorm | None = None
         self.q_c: nn.Parameter | None = None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from cairn import ops
-from cairn.layers.embedding import Table
+from cairn.distributed.groups import ALONE, Group
+from cairn.layers.embedding import ROWS_MULTIPLE, Table
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import PlainScheme, Rows, Scheme
 from cairn.layers.weight import Source, Weight
@@ -26,6 +29,7 @@ class Linear(nn.Module):
         bias: whether there is a b [out].
         dtype: of activations and bias.
         scheme: how the matrix is kept.
+        group: ranks that divide x and the columns of W; y is the sum of what they have.
     """
 
     weight: nn.Parameter
@@ -43,21 +47,27 @@ class Linear(nn.Module):
         *,
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
-        self.parts = tuple(parts)
+        self.parts, self.group = tuple(parts), group
         self.in_features, self.out_features = in_features, sum(part.size for part in parts)
         self.scheme = scheme.of(self.parts, experts=False)
         self.scheme.create(self, dtype)
+        self.has_bias = bias
         self.bias: nn.Parameter | None = None
-        if bias:
+        # The sum of the ranks has it once.
+        if bias and group.rank == 0:
             b = torch.empty(self.out_features, dtype=dtype)
             self.bias = nn.Parameter(b, requires_grad=False)
 
     def weights(self, source: Source) -> list[Weight]:
         """What fills the map."""
         found, start = self.scheme.weights(self, source), 0
-        for name, size, _ in self.parts if self.bias is not None else ():
+        pieces = {source.name(f"{part.name}."): part.pieces for part in self.parts if part.pieces}
+        for name, sizes in pieces.items():
+            found = [replace(w, pieces=sizes) if w.source.startswith(name) else w for w in found]
+        for name, size, *_ in self.parts if self.has_bias else ():
             at = slice(start, start + size)
             bias = Weight(source.name(f"{name}.bias"), (size,), self.bias, at, draw="around_zero")
             found.append(bias)
@@ -66,7 +76,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
         """x [..., in], normed first if there is a norm, -> [..., out], in x's dtype."""
-        return self.scheme.product(self, x, norm)
+        return self.group.sum(self.scheme.product(self, x, norm))
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RMSNorm | None = None) -> Tensor | None:
         """residual [T, out] += what `forward` gives for x [T, in], in place.
@@ -76,7 +86,10 @@ class Linear(nn.Module):
         Returns:
             [T, out], the residual after the norm; None: the next product fuses the norm.
         """
-        return self.scheme.add_to(self, residual, x, norm)
+        if self.group.alone:
+            return self.scheme.add_to(self, residual, x, norm)
+        residual += self(x)
+        return None
 
 
 class ExpertLinear(nn.Module):
@@ -116,7 +129,8 @@ class ExpertLinear(nn.Module):
     def weights(self, source: Source) -> list[Weight]:
         """One tensor for all experts where the checkpoint has that, else one for each matrix."""
         if source.holds(self.fused):
-            return self.scheme.fused_weights(self, source)
+            sizes = tuple(part.size for part in self.parts)
+            return [replace(w, pieces=sizes) for w in self.scheme.fused_weights(self, source)]
         return [
             weight
             for expert in range(self.experts)
@@ -163,11 +177,22 @@ class GatedLinear(Linear):
 
 
 class Head(Table):
-    """The output head, a table of the V tokens of users: logits = x W[:V]^T."""
+    """The output head, a table of the V tokens of users: logits = x W[:V]^T.
+
+    Args:
+        rows: V.
+        hidden, dtype: of the table.
+        group: ranks that divide the rows.
+    """
+
+    def __init__(self, rows: int, hidden: int, *, dtype: torch.dtype, group: Group = ALONE) -> None:
+        self.part = rows_of_rank(rows, group)
+        super().__init__(len(self.part), hidden, dtype=dtype)
+        self.group, self.vocab_size = group, rows
 
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x [n, hidden] before the final norm -> float32 logits [n, V], a part of longer rows."""
-        return _logits(x, self.weight, norm, len(self.weight) - self.padding)
+        return _logits(x, self.weight, norm, self.vocab_size, self.group)
 
 
 class TiedHead(nn.Module):
@@ -176,19 +201,43 @@ class TiedHead(nn.Module):
     Args:
         embedding: the module whose `weight` [rows, hidden] is shared.
         vocab_size: V; rows from V on are no tokens of users and get no logit.
+        group: ranks that divide the rows.
     """
 
-    def __init__(self, embedding: Table, vocab_size: int) -> None:
+    def __init__(self, embedding: Table, vocab_size: int, group: Group = ALONE) -> None:
         super().__init__()
+        self.group = group
         # In a tuple: a plain attribute would register the embedding's parameter a second time.
         self._embedding = (embedding,)
         self.vocab_size = vocab_size
 
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """As of a head of its own."""
-        return _logits(x, self._embedding[0].weight, norm, self.vocab_size)
+        weight: Tensor = self._embedding[0].weight
+        if not self.group.alone:
+            part = rows_of_rank(self.vocab_size, self.group)
+            weight = weight[part.start : part.stop]
+        return _logits(x, weight, norm, self.vocab_size, self.group)
 
 
-def _logits(x: Tensor, weight: Tensor, norm: RMSNorm, vocab_size: int) -> Tensor:
-    every: Tensor = ops.linear(x, weight, None, norm.weight, norm.eps, torch.float32)
-    return every[:, :vocab_size]
+def most_rows(rows: int, group: Group) -> int:
+    """Rows of a head that a rank has at most."""
+    return -(-rows // (ROWS_MULTIPLE * group.size)) * ROWS_MULTIPLE
+
+
+def rows_of_rank(rows: int, group: Group) -> range:
+    """The rows of a head that a rank has; the last ranks may have fewer, or none."""
+    most = most_rows(rows, group)
+    begin = min(rows, most * group.rank)
+    return range(begin, min(rows, begin + most))
+
+
+def _logits(x: Tensor, weight: Tensor, norm: RMSNorm, vocab_size: int, group: Group) -> Tensor:
+    """Float32 logits [n, V], of which a rank computes those of its rows."""
+    own = x.new_empty(len(x), 0, dtype=torch.float32)
+    if len(weight):
+        own = ops.linear(x, weight, None, norm.weight, norm.eps, torch.float32)
+    if not group.alone:
+        padded = functional.pad(own, (0, most_rows(vocab_size, group) - own.shape[1]))
+        own = group.gathered(padded).transpose(0, 1).flatten(1)
+    return own[:, :vocab_size]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.attention.inputs import IndexInputs, MlaInputs
 from cairn.attention.step import BoundLayer
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.linear import PLAIN, Linear
 from cairn.layers.norm import LayerNorm, RMSNorm
 from cairn.layers.residual import Delta, Hidden, Product
@@ -81,6 +82,8 @@ class MlaAttention(nn.Module):
         index_rotary: of the indexer; None without one.
         dtype: of activations.
         scheme: how matrices are kept.
+        group: ranks that divide the heads; `spec` has those of one. Latents and the indexer are on
+            all of them.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class MlaAttention(nn.Module):
         index_rotary: Rotary | None,
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
         self.spec, self.rotary = spec, rotary
@@ -108,7 +112,9 @@ class MlaAttention(nn.Module):
         up = [Rows("kv_b_proj", heads * (spec.nope_dim + spec.value_dim))]
         self.kv_up = Linear(rank, up, dtype=dtype, scheme=scheme.unpacked)
         out = [Rows("o_proj", hidden)]
-        self.out = Linear(heads * spec.value_dim, out, spec.bias, dtype=dtype, scheme=scheme)
+        self.out = Linear(
+            heads * spec.value_dim, out, spec.bias, dtype=dtype, scheme=scheme, group=group
+        )
         self.indexer: Indexer | None = None
         if spec.indexer is not None and index_rotary is not None:
             self.indexer = Indexer(spec.indexer, hidden, index_rotary, dtype, scheme)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.linear import PLAIN, GatedLinear, Linear
 from cairn.layers.residual import Delta, Hidden, Product
 from cairn.layers.schemes.base import Rows, Scheme
@@ -20,10 +21,17 @@ class GatedMLP(nn.Module):
         spec: width inside, and the activation.
         dtype: of activations.
         scheme: how the matrices are kept.
+        group: ranks that divide the width inside, of which `spec` has that of one.
     """
 
     def __init__(
-        self, hidden: int, spec: DenseFfn, *, dtype: torch.dtype, scheme: Scheme = PLAIN
+        self,
+        hidden: int,
+        spec: DenseFfn,
+        *,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
         self.gate_up = GatedLinear(
@@ -36,7 +44,7 @@ class GatedMLP(nn.Module):
             scheme=scheme,
         )
         down = [Rows(spec.names.down, hidden)]
-        self.down = Linear(spec.intermediate, down, dtype=dtype, scheme=scheme)
+        self.down = Linear(spec.intermediate, down, dtype=dtype, scheme=scheme, group=group)
 
     def weights(self, source: Source) -> list[Weight]:
         """The three matrices."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn import ops
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.linear import PLAIN, ExpertLinear
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.residual import Delta, Hidden, Product
@@ -23,13 +24,21 @@ class MixtureOfExperts(nn.Module):
         hidden: width of x.
         dtype: of activations.
         scheme: how the experts' matrices are kept.
+        group: ranks, each of which has a part of every expert. They choose alike, so nothing is
+            sent before the sum.
     """
 
     def __init__(
-        self, spec: MoeFfn, hidden: int, *, dtype: torch.dtype, scheme: Scheme = PLAIN
+        self,
+        spec: MoeFfn,
+        hidden: int,
+        *,
+        dtype: torch.dtype,
+        scheme: Scheme = PLAIN,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.group = spec, group
         self.router = Router(spec.router, hidden, spec.experts, spec.active, dtype)
         names = spec.names
         up = [Rows(names.gate, spec.intermediate), Rows(names.up, spec.intermediate)]
@@ -71,7 +80,7 @@ class MixtureOfExperts(nn.Module):
         weights, ids = self.router(x, h.ids)
         chosen = Chosen(weights, ids, self.spec.limit)
         delta = self.gate_up.scheme.experts(self.gate_up, self.down, x, chosen)
-        return delta if self.shared is None else delta + self._shared(x)
+        return self.group.sum(delta if self.shared is None else delta + self._shared(x))
 
     def _shared(self, x: Tensor) -> Tensor:
         """The shared expert, gated if it has a gate."""

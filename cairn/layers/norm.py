@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn import ops
+from cairn.distributed.groups import Group
 from cairn.layers.weight import Source, Weight
 
 
@@ -48,6 +49,34 @@ class RMSNorm(nn.Module):
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """residual [..., width] += what `forward` gives for x, in place."""
         ops.rmsnorm_add(x, residual, self.weight, self.eps)
+
+
+class DividedNorm(RMSNorm):
+    """The same of a vector of which each rank has a part of `width` numbers.
+
+    Args:
+        width, eps, dtype, unit_offset: of `RMSNorm`.
+        group: the ranks.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        *,
+        dtype: torch.dtype,
+        unit_offset: bool = False,
+        group: Group,
+    ) -> None:
+        super().__init__(width, eps, dtype=dtype, unit_offset=unit_offset)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width], a rank's part -> the same shape and dtype."""
+        wide = x.float()
+        squares = self.group.sum(wide.square().sum(-1, keepdim=True))
+        scale = (squares / (self.group.size * x.shape[-1]) + self.eps).rsqrt()
+        return (wide * scale * self.weight.float()).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cairn.attention.step import BoundLayer
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.compressed import CompressedAttention
 from cairn.layers.gated_delta import GatedDeltaNet
 from cairn.layers.gqa import GqaAttention
@@ -40,12 +41,14 @@ class Context(NamedTuple):
         dtype: of activations.
         scheme: how matrices are kept.
         rotaries: shared by the layers that rotate alike.
+        group: ranks that hold the layers together; specs have the share of one.
     """
 
     hidden: int
     dtype: torch.dtype
     scheme: Scheme
     rotaries: dict[RotarySpec, Rotary]
+    group: Group = ALONE
 
     def within(self, prefix: str) -> Context:
         """What the module is built with whose tensors' names begin so."""
@@ -81,36 +84,36 @@ class Ffn(Protocol):
 
 
 def _gqa(spec: GqaSpec, c: Context) -> nn.Module:
-    return GqaAttention(spec, c.hidden, c.rotary(spec.rotary), c.dtype, c.scheme)
+    return GqaAttention(spec, c.hidden, c.rotary(spec.rotary), c.dtype, c.scheme, c.group)
 
 
 def _hils(spec: HilsSpec, c: Context) -> nn.Module:
-    return HilsAttention(spec, c.hidden, c.rotary(spec.rotary), c.dtype, c.scheme)
+    return HilsAttention(spec, c.hidden, c.rotary(spec.rotary), c.dtype, c.scheme, c.group)
 
 
 def _gated_delta(spec: GatedDeltaSpec, c: Context) -> nn.Module:
-    return GatedDeltaNet(spec, c.hidden, c.dtype, c.scheme)
+    return GatedDeltaNet(spec, c.hidden, c.dtype, c.scheme, c.group)
 
 
 def _mla(spec: MlaSpec, c: Context) -> nn.Module:
     rotary = c.rotary(spec.rotary)
     assert rotary is not None
     indexer = None if spec.indexer is None else c.rotary(spec.indexer.rotary)
-    return MlaAttention(spec, c.hidden, rotary, indexer, c.dtype, c.scheme)
+    return MlaAttention(spec, c.hidden, rotary, indexer, c.dtype, c.scheme, c.group)
 
 
 def _compressed(spec: CompressedSpec, c: Context) -> nn.Module:
     rotary = c.rotary(spec.rotary)
     assert rotary is not None
-    return CompressedAttention(spec, c.hidden, rotary, c.dtype, c.scheme)
+    return CompressedAttention(spec, c.hidden, rotary, c.dtype, c.scheme, c.group)
 
 
 def _dense(spec: DenseFfn, c: Context) -> nn.Module:
-    return GatedMLP(c.hidden, spec, dtype=c.dtype, scheme=c.scheme)
+    return GatedMLP(c.hidden, spec, dtype=c.dtype, scheme=c.scheme, group=c.group)
 
 
 def _moe(spec: MoeFfn, c: Context) -> nn.Module:
-    return MixtureOfExperts(spec, c.hidden, dtype=c.dtype, scheme=c.scheme)
+    return MixtureOfExperts(spec, c.hidden, dtype=c.dtype, scheme=c.scheme, group=c.group)
 
 
 MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {

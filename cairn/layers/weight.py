@@ -29,7 +29,9 @@ class Weight:
         read: the part of the tensor that is read.
         transform: applied to what was read, on the parameter's device, and to the tensors
             `beside` it; None: it is copied, and converted to the parameter's dtype.
-        shard: axis of the tensor along which ranks split it; None: every rank reads all of it.
+        pieces: sizes of the parts, along the axis that ranks divide, each of which they divide by
+            itself, or numbers in the same proportion; empty: the axis is one part.
+        whole: ranks read all of it and of those beside it, and divide what the transform gives.
         required: a checkpoint without it is incomplete.
         draw: how it is drawn where no checkpoint is read.
         dtypes: dtypes that the stored tensor may have, as file headers write them; None: any
@@ -46,7 +48,8 @@ class Weight:
     at: Index = WHOLE
     read: Index = WHOLE
     transform: Callable[..., Tensor] | None = None
-    shard: int | None = None
+    pieces: tuple[int, ...] = ()
+    whole: bool = False
     required: bool = True
     draw: Draw = "matrix"
     dtypes: tuple[str, ...] | None = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cairn.attention.batch import Batch
 from cairn.attention.step import BoundLayer, Step
+from cairn.distributed.groups import ALONE, Group
 from cairn.layers.embedding import Embedding
 from cairn.layers.linear import Head, TiedHead
 from cairn.layers.registry import Context
@@ -30,15 +31,16 @@ class Decoder(nn.Module):
     Args:
         spec: the model.
         dtype: of activations, and of parameters that are not quantised.
+        group: ranks that hold the model together; `spec` has the share of one.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, group: Group = ALONE) -> None:
         super().__init__()
         self.spec = spec
         self.embedding = Embedding(
             spec.table_rows, spec.hidden_size, dtype=dtype, scale=spec.embedding_scale
         )
-        context = Context(spec.hidden_size, dtype, scheme_of(spec.quantization), {})
+        context = Context(spec.hidden_size, dtype, scheme_of(spec.quantization), {}, group)
         self.layers = nn.ModuleList(
             Block(layer, context.within(f"{spec.prefix}layers.{i}"))
             for i, layer in enumerate(spec.layers)
@@ -49,9 +51,9 @@ class Decoder(nn.Module):
             self.join = StreamsHead(spec.streams, spec.hidden_size)
         self.norm = build_norm(spec.norm, spec.hidden_size, dtype)
         self.head: Head | TiedHead = (
-            TiedHead(self.embedding, spec.vocab_size)
+            TiedHead(self.embedding, spec.vocab_size, group)
             if spec.tied
-            else Head(spec.vocab_size, spec.hidden_size, dtype=dtype)
+            else Head(spec.vocab_size, spec.hidden_size, dtype=dtype, group=group)
         )
         self.draft: DraftLayer | None = None
         if spec.draft is not None:
@@ -176,7 +178,7 @@ class Decoder(nn.Module):
         rows = slice(0, spec.vocab_size if spec.end_embedding else spec.table_rows)
         shape = spec.embedding_rows, spec.hidden_size
         name = source.name(f"{spec.table}.weight")
-        found = [Weight(name, shape, table, rows, rows, shard=0)]
+        found = [Weight(name, shape, table, rows, rows)]
         if spec.end_embedding is not None:
             parameter = table if spec.table_rows > spec.vocab_size else None
             name = source.name(spec.end_embedding)
@@ -184,10 +186,12 @@ class Decoder(nn.Module):
         return found
 
     def _head_weights(self) -> list[Weight]:
-        spec, rows = self.spec, slice(0, self.spec.vocab_size)
+        spec = self.spec
         name = f"{spec.head}.weight"
         if isinstance(self.head, TiedHead):
             shape = spec.embedding_rows, spec.hidden_size
             return [Weight(name, shape, None, required=False)]
         shape = spec.head_rows, spec.hidden_size
-        return [Weight(name, shape, self.head.weight, rows, rows, shard=0)]
+        part = self.head.part
+        rows = slice(part.start, part.stop)
+        return [Weight(name, shape, self.head.weight, slice(0, len(part)), rows)]

@@ -30,6 +30,7 @@ from cairn.specs.model import ModelSpec
 if TYPE_CHECKING:
     import torch
 
+    from cairn.distributed.groups import Group
     from cairn.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,7 @@ def load_model(
     dtype: torch.dtype | str,
     device: torch.device | str,
     random_seed: int | None = None,
+    group: Group | None = None,
 ) -> Decoder:
     """Build the model on `device` and fill it.
 
@@ -145,23 +147,32 @@ def load_model(
         dtype: of the parameters, whatever the files hold.
         device: where they live.
         random_seed: draw the weights from this seed instead of reading files.
+        group: ranks of which this one loads its share; None: the model is not divided.
 
     Raises:
+        BadConfig: the model cannot be divided between so many ranks.
         BadModel: the weights are absent, pickled, corrupt, or do not fit the config.
     """
     import torch
 
+    from cairn.distributed.groups import ALONE
     from cairn.models.decoder import Decoder
+    from cairn.models.sharding import Division, check_divided, local
     from cairn.models.weights import draw_weights, load_weights
 
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    group = group or ALONE
     with torch.device("meta"):
-        model = Decoder(spec, kind)
+        model = whole = Decoder(local(spec, group.size), kind, group)
+        if not group.alone:
+            whole = Decoder(spec, kind)
+            check_divided(model, whole)
     model.to_empty(device=torch.device(device))
+    division = Division(whole, group)
     if random_seed is None:
-        load_weights(model, Path(path), spec.ignored)
+        load_weights(model, Path(path), spec.ignored, division)
     else:
-        draw_weights(model, random_seed)
+        draw_weights(model, random_seed, division)
     return model.eval()
 
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from cairn.errors import BadModel
 from cairn.layers.embedding import Table
-from cairn.layers.weight import Index, Weight
+from cairn.layers.weight import Weight
 from cairn.models.checkpoint import CONVERTIBLE, TensorEntry, is_gguf, read_headers
 from cairn.models.gguf_file import GgufFile
+from cairn.models.sharding import Division, SharedWeight
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,9 @@ class DeclaringModel(Protocol):
         """Every tensor of a checkpoint that holds `stored`; None: of one that is written."""
 
 
-def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
+def load_weights(
+    model: Any, folder: Path, ignored: Sequence[str] = (), division: Division | None = None
+) -> None:
     """Fill every parameter of `model` from the folder's safetensors files.
 
     Tensors go one at a time from the mapped file to the parameters' device and are converted there,
@@ -47,6 +50,7 @@ def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
         model: an nn.Module that is a `DeclaringModel`.
         folder: of the checkpoint.
         ignored: regular expressions of tensors that may be stored and are not read.
+        division: of the model between ranks; None: `model` is all of it.
 
     Raises:
         BadModel: a file is truncated or corrupt, tensors are missing, unexpected or misshapen (all
@@ -54,20 +58,23 @@ def load_weights(model: Any, folder: Path, ignored: Sequence[str] = ()) -> None:
             possible.
     """
     entries = read_headers(folder)
-    weights = model.weights(frozenset(entries))
-    account(weights, entries, folder, ignored)
+    stored = frozenset(entries)
+    weights = model.weights(stored)
+    division = division or Division(model)
+    pairs = division.shared(weights, stored)
+    account([pair.whole for pair in pairs], entries, folder, ignored)
     _check_filled(model, weights)
     _clear(model)
-    by_file: dict[Path, list[Weight]] = defaultdict(list)
-    for weight in weights:
-        if weight.parameter is not None and weight.source in entries:
-            by_file[entries[weight.source].file].append(weight)
+    by_file: dict[Path, list[SharedWeight]] = defaultdict(list)
+    for pair in pairs:
+        if pair.own.parameter is not None and pair.own.source in entries:
+            by_file[entries[pair.own.source].file].append(pair)
     device = str(next(model.parameters()).device)
     for path, some in by_file.items():
         with _opened(path, device) as file:
-            for weight in some:
-                beside = [_whole(entries, other.source, device) for other in weight.beside]
-                fill(weight, file.get_slice(weight.source), *beside)
+            for pair in some:
+                beside = [_whole(entries, other.source, device) for other in pair.own.beside]
+                pair.fill(file.get_slice(pair.own.source), *beside)
 
 
 @contextlib.contextmanager
@@ -88,39 +95,6 @@ def _whole(entries: Mapping[str, TensorEntry], name: str, device: str) -> Tensor
     with _opened(entries[name].file, device) as file:
         tensor: Tensor = file.get_tensor(name)
     return tensor
-
-
-def fill(weight: Weight, stored: Any, *beside: Tensor) -> None:
-    """Write the part of a parameter that a stored tensor fills.
-
-    Args:
-        weight: the declaration.
-        stored: a tensor, or a slice of a file that is read when it is indexed.
-        beside: the tensors that its transform needs beside it.
-    """
-    read: Tensor = stored[weight.read]
-    if weight.transform is not None:
-        read = weight.transform(read, *beside)
-    weight.place.copy_(read)
-
-
-def shard(weight: Weight, rank: int, ranks: int) -> Index:
-    """The part of a stored tensor that one of several ranks reads, along the axis that it is split.
-
-    Raises:
-        BadModel: the axis is not a multiple of the ranks.
-    """
-    if weight.shard is None or ranks == 1:
-        return weight.read
-    size = weight.shape[weight.shard]
-    if size % ranks:
-        raise BadModel(
-            f"{weight.source} has {size} along axis {weight.shard}, which {ranks} ranks cannot "
-            "share evenly",
-            "Use another number of ranks",
-        )
-    own = slice(rank * size // ranks, (rank + 1) * size // ranks)
-    return (slice(None),) * weight.shard + (own,)
 
 
 def account(
@@ -179,16 +153,18 @@ def _is_old_buffer(name: str, entry: TensorEntry) -> bool:
     return square or single or entry.dtype in ("BOOL", "U8")
 
 
-def draw_weights(model: Any, seed: int) -> None:
+def draw_weights(model: Any, seed: int, division: Division | None = None) -> None:
     """Fill every parameter with random numbers of a sensible scale.
 
-    The same seed gives the same numbers on the same kind of device, in every dtype (rounded).
-    Matrices keep the variance of their input, norms lie around 1.
+    The same seed gives the same numbers on the same kind of device, in every dtype (rounded), and
+    however the model is divided. Matrices keep the variance of their input, norms lie around 1.
     """
     weights = model.weights()
     _check_filled(model, weights)
     _clear(model)
-    for i, weight in enumerate(weights):
+    division = division or Division(model)
+    for i, pair in enumerate(division.shared(weights, None)):
+        weight = pair.own
         if weight.parameter is None:
             continue
         place = weight.place
@@ -201,11 +177,11 @@ def draw_weights(model: Any, seed: int) -> None:
             place.copy_((turned + torch.arange(count, device=place.device)) % weight.choices)
             continue
         generator = torch.Generator(place.device).manual_seed((seed << 20) + i)
-        noise = torch.randn(
-            place.shape, dtype=torch.float32, device=place.device, generator=generator
-        )
+        shape = pair.whole.place.shape
+        noise = torch.randn(shape, dtype=torch.float32, device=place.device, generator=generator)
+        noise = pair.placed.read(noise, ...)
         if weight.draw == "matrix":
-            noise.mul_(weight.shape[-1] ** -0.5)
+            noise.mul_(pair.whole.shape[-1] ** -0.5)
         elif weight.draw != "unit":
             noise.mul_(0.1).add_(1.0 if weight.draw == "around_one" else 0.0)
         place.copy_(noise)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 from cairn.cache.host import Move
+from cairn.errors import EngineDead
 from cairn.runner.host_records import HostRecords
+from cairn.runner.orders import CALLS, Call, Moves, OrderWriter, Step
 from cairn.runner.runner import Runner
-from cairn.runner.step import Launched, StepPlan
+from cairn.runner.step import NO_MASKS, Launched, Masks, StepPlan, StepResult
 
 
 class Executor(Protocol):
@@ -19,6 +22,9 @@ class Executor(Protocol):
 
     def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
         """Move records between device and host memory: see `cairn.cache.host.Mover`."""
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Do something beside steps, one of `cairn.runner.orders.CALLS`, on all ranks."""
 
     def shutdown(self) -> None:
         """Release what the executor holds."""
@@ -45,5 +51,112 @@ class InProcessExecutor:
         assert self.records is not None, "an executor without host memory moves no records"
         return self.records.move(moves, into_host)
 
+    def call(self, name: str, **arguments: Any) -> Any:
+        """See `Executor`."""
+        assert name in CALLS
+        return attrgetter(name)(self.runner)(**arguments)
+
     def shutdown(self) -> None:
         """Nothing to release: the runner goes with its last reference."""
+
+
+class Peers(Protocol):
+    """The other ranks, as rank 0 sees them.
+
+    Attributes:
+        orders: what they have been told so far.
+    """
+
+    orders: OrderWriter
+
+    def send(self, order: bytes) -> None:
+        """Tell all of them. Raises EngineDead if one is gone."""
+
+    def reason(self) -> EngineDead | None:
+        """Why one of them is gone; None: all are there."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+class RanksExecutor:
+    """Tells the other ranks what to run, and runs it on the Runner of this process.
+
+    What fails on this rank or on another leaves the ranks in different states: all of them end.
+    """
+
+    def __init__(self, local: InProcessExecutor, peers: Peers) -> None:
+        self._local, self._peers = local, peers
+        self._orders = peers.orders
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """See `Executor`. Raises EngineDead if a rank is gone."""
+        self._peers.send(self._orders.step(plan))
+        try:
+            return _Watched(self._local.launch(plan), self)
+        except Exception as error:
+            raise self.ended(error) from error
+
+    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
+        """See `Executor`. Raises EngineDead if a rank is gone."""
+        self._peers.send(self._orders.move(moves, into_host))
+        try:
+            return self._local.move(moves, into_host)
+        except Exception as error:
+            raise self.ended(error) from error
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """See `Executor`. Raises EngineDead if a rank is gone."""
+        self._peers.send(self._orders.call(name, arguments))
+        try:
+            return self._local.call(name, **arguments)
+        except Exception as error:
+            raise self.ended(error) from error
+
+    def ended(self, error: Exception) -> Exception:
+        """End the other ranks behind an error; why one of them was gone before, or the error."""
+        reason = self._peers.reason()
+        self._peers.close()
+        return reason or error
+
+    def shutdown(self) -> None:
+        """End the other ranks."""
+        self._peers.close()
+
+
+class _Watched:
+    """A launched step whose failure ends the ranks."""
+
+    def __init__(self, launched: Launched, executor: RanksExecutor) -> None:
+        self._launched, self._executor = launched, executor
+
+    def choose(self, masks: Masks) -> None:
+        """See `Launched`."""
+        try:
+            self._launched.choose(masks)
+        except Exception as error:
+            raise self._executor.ended(error) from error
+
+    def result(self) -> StepResult:
+        """See `Launched`."""
+        return self._launched.result()
+
+
+class Follower:
+    """Runs on a rank above 0 what rank 0 orders."""
+
+    def __init__(self, local: InProcessExecutor) -> None:
+        self._local = local
+
+    def follow(self, order: Step | Moves | Call) -> None:
+        """Run the next order."""
+        if isinstance(order, Moves):
+            self._local.move(order.moves, order.into_host)
+            return
+        if isinstance(order, Call):
+            self._local.call(order.name, **order.arguments)
+            return
+        launched = self._local.launch(order.plan)
+        if order.plan.constrained:
+            # Rank 0 chooses, under its masks; this waits for what it chose.
+            launched.choose(NO_MASKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cairn.cache.host import STATE, Move
 from cairn.cache.landmarks import SlotMap
@@ -87,6 +88,9 @@ class FakeExecutor:
             elif move.kind == STATE:
                 self._snapshots[move.page] = self._host_states[move.slot]
         return ()
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Nothing beside steps is checked."""
 
     def shutdown(self) -> None:
         """Forget every row."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from cairn.cache.host import STATE, Move
 from cairn.cache.pools import CachePools
 from cairn.cache.record import RecordLayout, layouts
+from cairn.distributed.groups import ALONE, Group
 
 BLOCK = 8 << 20
 """Bytes of records that are put together at a time."""
@@ -24,9 +25,11 @@ class HostRecords:
     Args:
         pools: where records come from and go to.
         counts: places, by kind.
+        group: ranks whose records are moved together.
     """
 
-    def __init__(self, pools: CachePools, counts: Sequence[int]) -> None:
+    def __init__(self, pools: CachePools, counts: Sequence[int], group: Group = ALONE) -> None:
+        self.counts, self._group = tuple(counts), group
         self.layouts = layouts(pools.schema)
         self._pools = pools
         self._device = next(iter((*pools.tensors(), *pools.states()))).device
@@ -53,7 +56,14 @@ class HostRecords:
                 else:
                     damaged += [move for move in block if not self.intact(kind, move.slot)]
                     self._load(kind, block)
-        return damaged
+        return damaged if into_host else self._on_any_rank(damaged, moves)
+
+    def _on_any_rank(self, damaged: Sequence[Move], moves: Sequence[Move]) -> list[Move]:
+        """Which of the moves found a damaged record on this rank or on another one."""
+        bad = set(damaged)
+        own = torch.tensor([move in bad for move in moves], device=self._device)
+        every = self._group.gathered(own).any(0).tolist()
+        return [move for move, found in zip(moves, every, strict=True) if found]
 
     def record(self, kind: int, slot: int) -> memoryview:
         """The bytes of a record, to be read or written in place."""

@@ -25,6 +25,7 @@ from cairn.attention.registry import Backends
 from cairn.attention.step import Step
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
+from cairn.distributed.groups import ALONE, Group
 from cairn.ops.advice import unchecked
 from cairn.runner.draft_head import DraftHead, DraftModel, Ends
 from cairn.runner.drafts import Drafts, Entries, Guessed
@@ -213,10 +214,9 @@ class Runner:
         pools: CachePools,
         shape: RunnerShape,
         device: torch.device,
+        group: Group = ALONE,
     ) -> None:
-        self.model = model
-        self.pools = pools
-        self.shape = shape
+        self.model, self.pools, self.shape, self._group = model, pools, shape, group
         self.backends = Backends(mixers, pools)
         groups = len(pools.schema.groups)
         num_rows = shape.num_rows * shape.branches
@@ -226,7 +226,7 @@ class Runner:
         self.encoder: EncoderCache | None = None
         if shape.encoder_bytes is not None:
             self.encoder = EncoderCache(model.encode, shape.encoder_bytes, device)
-        self.sampler = Sampler(shape.vocab_size, shape.num_rows, device)
+        self.sampler = Sampler(shape.vocab_size, shape.num_rows, device, group)
         self._on_cpu = device.type == "cpu"
         self._mixers = mixers
         self.forget_reads()
@@ -375,7 +375,7 @@ class Runner:
             self.rows.remember(row, tokens)
             guesses = self._guess(run, plan, row, tokens, last)
         reads = run.step.reads() if run.watched and run.step is not None else []
-        read = selections(reads, len(run.watched)) if run.watched else []
+        read = selections(reads, len(run.watched), self._group) if run.watched else []
         return _Chosen(
             Arriving(choice.tokens),
             choice.report,

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn import ops
+from cairn.distributed.groups import ALONE, Group
 from cairn.runner.drafts import Drafts
 from cairn.runner.logprobs import Reported
 from cairn.runner.penalties import Penalties
@@ -170,10 +171,14 @@ class Sampler:
         vocab_size: ids below it exist for users; logits hold exactly these.
         num_rows: requests that run at once.
         device: where the logits live.
+        group: ranks that have the same logits. Rank 0 chooses and tells the others, which know
+            nothing of penalties, masks and draws.
     """
 
-    def __init__(self, vocab_size: int, num_rows: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
+    def __init__(
+        self, vocab_size: int, num_rows: int, device: torch.device, group: Group = ALONE
+    ) -> None:
+        self.vocab_size, self._group = vocab_size, group
         self.device = device
         self._table = _Table(num_rows)
         self._rows: dict[int, RowOpen] = {}
@@ -255,6 +260,22 @@ class Sampler:
             masks: what some of them may choose.
             drafts: the guesses among them.
         """
+        if self._group.rank:
+            choice = Choice(logits.new_empty(len(logits), dtype=torch.int64))
+        else:
+            choice = self._choose(logits, picks, draws, masks, drafts)
+        self._group.of_first(choice.tokens)
+        return choice
+
+    def _choose(
+        self,
+        logits: Tensor,
+        picks: Picks,
+        draws: Sequence[Tensor] | None,
+        masks: Masks,
+        drafts: Drafts | None,
+    ) -> Choice:
+        """The choice of `sample`."""
         asked = self._ask(picks.row)
         rows, penalised = asked.rows, asked.penalised
         reporting, counts = self.reports(picks)

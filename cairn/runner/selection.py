@@ -8,13 +8,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.attention.base import LayerReads
+from cairn.distributed.groups import ALONE, Group
 from cairn.types import MAX_SELECTED_PAGES, LayerSelection
 
 
-def selections(reads: Sequence[LayerReads], count: int) -> list[tuple[LayerSelection, ...]]:
-    """One entry for each of the `count` watched queries, with every such layer in order."""
-    layers = [_layer_selections(layer) for layer in reads]
+def selections(
+    reads: Sequence[LayerReads], count: int, group: Group = ALONE
+) -> list[tuple[LayerSelection, ...]]:
+    """One entry for each of the `count` watched queries, with every such layer in order, of the
+    heads of all ranks of a group."""
+    layers = [_layer_selections(_of_all_heads(layer, group)) for layer in reads]
     return [tuple(layer[query] for layer in layers) for query in range(count)]
+
+
+def _of_all_heads(reads: LayerReads, group: Group) -> LayerReads:
+    """What the heads of all ranks read."""
+    pages, weights, window = (
+        group.gathered(part).transpose(0, 1).flatten(1, 2)
+        for part in (reads.pages, reads.weights, reads.window)
+    )
+    return LayerReads(reads.layer, pages, weights, window)
 
 
 def _layer_selections(reads: LayerReads) -> list[LayerSelection]:

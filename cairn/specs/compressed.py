@@ -3,10 +3,12 @@ earlier tokens (DeepSeek-V4)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from cairn.specs.backends import COMPRESSED
 from cairn.specs.rotary import RotarySpec
+from cairn.specs.shares import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,12 @@ class CompressedSpec:
     eps: float
     compression: CompressionSpec | None = None
     backend: str = COMPRESSED
+
+    def of_rank(self, ranks: int) -> Self:
+        """The groups of heads of one of several ranks; every rank has records, entries and the
+        indexer. Raises BadConfig if the groups cannot be divided."""
+        groups = share(self.out_groups, ranks, "groups of heads")
+        return replace(self, num_heads=self.num_heads // ranks, out_groups=groups)
 
     @property
     def selects(self) -> bool:

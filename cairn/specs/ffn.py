@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+from cairn.specs.shares import share
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -32,6 +34,10 @@ class DenseFfn:
     activation: Activation = "silu"
     limit: float = 0.0
     names: FfnNames = FfnNames()
+
+    def of_rank(self, ranks: int) -> Self:
+        """The part of one of several ranks. Raises BadConfig if it cannot be divided."""
+        return replace(self, intermediate=share(self.intermediate, ranks, "rows of a MLP"))
 
     @property
     def description(self) -> str:
@@ -91,6 +97,15 @@ class MoeFfn:
     shared_name: str = "shared_expert"
     limit: float = 0.0
     names: FfnNames = FfnNames()
+
+    def of_rank(self, ranks: int) -> Self:
+        """A part of every expert, for one of several ranks; all ranks have the router. Raises
+        BadConfig if experts cannot be divided."""
+        return replace(
+            self,
+            intermediate=share(self.intermediate, ranks, "rows of an expert"),
+            shared=share(self.shared, ranks, "rows of the shared expert"),
+        )
 
     @property
     def description(self) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from cairn.specs.backends import GATED_DELTA
+from cairn.specs.shares import share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +31,21 @@ class GatedDeltaSpec:
     grouped: bool = False
     backend: str = GATED_DELTA
 
+    def of_rank(self, ranks: int) -> Self:
+        """The heads of one of several ranks. Raises BadConfig if they cannot be divided."""
+        keys = share(self.key_heads, ranks, "key heads of recurrent layers")
+        return replace(self, key_heads=keys, value_heads=self.value_heads // ranks)
+
+    @property
+    def conv_parts(self) -> tuple[int, int, int]:
+        """Channels of the convolution: all q, k and v."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
     @property
     def conv_channels(self) -> int:
-        """Channels of the convolution: all q, k and v."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+        """All of these."""
+        return sum(self.conv_parts)
 
     @property
     def selects(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from cairn.specs.backends import DENSE, WINDOW
 from cairn.specs.rotary import RotarySpec
+from cairn.specs.shares import share, share_of_kv_heads
 
 NormWidth = Literal["head", "full"]
 
@@ -52,6 +53,14 @@ class GqaSpec:
         if not self.backend:
             backend = DENSE if self.window is None else WINDOW
             object.__setattr__(self, "backend", backend)
+
+    def of_rank(self, ranks: int) -> Self:
+        """The heads of one of several ranks. Raises BadConfig if they cannot be divided."""
+        return replace(
+            self,
+            num_heads=share(self.num_heads, ranks, "query heads"),
+            num_kv_heads=share_of_kv_heads(self.num_kv_heads, ranks),
+        )
 
     @property
     def selects(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from cairn.errors import BadConfig
 from cairn.specs.backends import DENSE, HSA, WINDOW
@@ -61,6 +61,16 @@ class HilsSpec(GqaSpec):
             raise ValueError("a landmark layer has a window")
         if not self.backend:
             object.__setattr__(self, "backend", HSA)
+
+    def of_rank(self, ranks: int) -> Self:
+        """See the base. Queries of a KV head select its pages together, so they stay together."""
+        if self.selects and ranks > self.num_kv_heads:
+            raise BadConfig(
+                f"the queries of {self.num_kv_heads} KV heads select pages by head, so they cannot "
+                f"be divided between {ranks} ranks"
+            )
+        # A class with slots is made twice, so super() does not know it.
+        return GqaSpec.of_rank(self, ranks)
 
     @property
     def selects(self) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from cairn.specs.backends import MLA
 from cairn.specs.rotary import RotarySpec
+from cairn.specs.shares import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ class MlaSpec:
     indexer: IndexerSpec | None = None
     draft_width: int = 0
     backend: str = MLA
+
+    def of_rank(self, ranks: int) -> Self:
+        """The heads of one of several ranks; every rank has the latents and the indexer. Raises
+        BadConfig if the heads cannot be divided."""
+        return replace(self, num_heads=share(self.num_heads, ranks, "query heads"))
 
     @property
     def selects(self) -> bool:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cairn.distributed.groups import Group
 from cairn.errors import BadModel
 from cairn.models.registry import load_model, load_spec
-from cairn.models.weights import shard
+from cairn.models.sharding import Share
 from tests.specs import declared, parameter_count
 
 TOKENS = torch.arange(75) * 7 % 40
@@ -177,17 +178,28 @@ def test_buffers_of_older_exports_change_nothing(folder, plain, name, value, kno
         load(folder)
 
 
-def test_ranks_read_their_parts(tiny):
-    """Together, and without gaps, what one rank reads; uneven shares are refused."""
-    for weight in declared(load_spec(tiny)).values():
-        if weight.shard is None or weight.read is not ...:
-            continue
-        stored = torch.randn(weight.shape)
-        parts = [stored[shard(weight, rank, 2)] for rank in range(2)]
-        assert torch.equal(torch.cat(parts, weight.shard), stored[weight.read])
-        assert torch.equal(stored[shard(weight, 0, 1)], stored)
-        with pytest.raises(BadModel, match="7 ranks"):
-            shard(weight, 0, 7)
+@pytest.mark.parametrize(
+    ("ranks", "own", "pieces", "read"),
+    [
+        (2, (6, 3), (), [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]),
+        # Each piece is divided by itself.
+        (2, (6, 3), (4, 8), [[0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11]]),
+        # Two ranks read the same where there are fewer parts than ranks.
+        (4, (6, 3), (), [[0, 1, 2, 3, 4, 5]] * 2 + [[6, 7, 8, 9, 10, 11]] * 2),
+        (2, (12, 3), (), [[*range(12)]] * 2),
+    ],
+)
+def test_ranks_read_their_parts(ranks, own, pieces, read):
+    stored = torch.arange(36).view(12, 3)
+    for rank, rows in enumerate(read):
+        share = Share.of(stored.shape, own, pieces, Group(rank, ranks))
+        assert torch.equal(share.read(stored, ...), stored[rows])
+
+
+@pytest.mark.parametrize(("own", "ranks"), [((5, 3), 2), ((4, 3), 2), ((3, 3), 2)])
+def test_uneven_parts_are_refused(own, ranks):
+    with pytest.raises(ValueError, match="cannot be divided"):
+        Share.of((12, 3), own, (), Group(0, ranks))
 
 
 def test_all_mistakes_in_one_error(folder):

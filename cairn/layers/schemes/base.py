@@ -27,11 +27,13 @@ class Rows(NamedTuple):
         name: of the matrix, without ".weight".
         size: how many.
         order: [size] int64 on the CPU, the stored row that each takes; None: in their order.
+        pieces: see `Weight`.
     """
 
     name: str
     size: int
     order: Tensor | None = None
+    pieces: tuple[int, ...] = ()
 
 
 class Chosen(NamedTuple):
@@ -66,7 +68,17 @@ class Scheme(ABC):
     def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
         """What fills a map of experts from one tensor for all of them."""
         shape = linear.experts, linear.out_features, linear.in_features
-        return [Weight(source.name(linear.fused), shape, linear.weight, shard=0)]
+        return [Weight(source.name(linear.fused), shape, linear.weight)]
+
+    def check_division(  # noqa: B027 - most can be divided anywhere
+        self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear
+    ) -> None:
+        """Raise BadConfig if a map cannot be divided so.
+
+        Args:
+            own: a rank's part.
+            whole: the map that is divided.
+        """
 
     @abstractmethod
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
@@ -145,7 +157,7 @@ class PlainScheme(Scheme):
     ) -> list[Weight]:
         """A matrix for each part."""
         found, start = [], 0
-        for name, size, order in linear.parts:
+        for name, size, order, *_ in linear.parts:
             found.append(
                 Weight(
                     source.name(f"{name}.weight"),
@@ -153,7 +165,6 @@ class PlainScheme(Scheme):
                     linear.weight,
                     at_rows(expert, start, size),
                     transform=None if order is None else functools.partial(reordered, order=order),
-                    shard=0,
                 )
             )
             start += size

@@ -56,4 +56,5 @@ class Fp4AtLoad(PlainScheme):
             transform=dequantise,
             dtypes=("I8", "U8"),
             beside=(scales,),
+            whole=True,
         )

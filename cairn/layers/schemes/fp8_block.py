@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn import ops
-from cairn.errors import BadModel
+from cairn.errors import BadConfig, BadModel
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import (
     Chosen,
@@ -108,13 +108,12 @@ class Fp8BlockScheme(Scheme):
         shape = linear.experts, linear.out_features, linear.in_features
         matrices, scales = (source.name(linear.fused + end) for end in ("", "_scale_inv"))
         return [
-            Weight(matrices, shape, linear.weight, shard=0, dtypes=("F8_E4M3",)),
+            Weight(matrices, shape, linear.weight, dtypes=("F8_E4M3",)),
             Weight(
                 scales,
                 tuple(linear.scale.shape),
                 linear.scale,
                 transform=functools.partial(decode_scale, name=scales),
-                shard=0,
                 draw="one",
                 dtypes=SCALE_DTYPES,
             ),
@@ -136,7 +135,7 @@ class Fp8BlockScheme(Scheme):
     ) -> list[Weight]:
         """A matrix and its scales for each part."""
         found, start, first = [], 0, 0
-        for name, size, _ in linear.parts:
+        for name, size, *_ in linear.parts:
             shape, at = (size, linear.in_features), at_rows(expert, start, size)
             matrix = source.name(f"{name}.weight")
             found.append(Weight(matrix, shape, linear.weight, at, dtypes=("F8_E4M3",)))
@@ -154,6 +153,20 @@ class Fp8BlockScheme(Scheme):
             )
             start, first = start + size, first + blocks[0]
         return found
+
+    def check_division(self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear) -> None:
+        """Blocks of the whole matrix must be blocks of the ranks' parts."""
+        sizes = [
+            (a.size, b.size, self.block[0]) for a, b in zip(own.parts, whole.parts, strict=True)
+        ]
+        sizes.append((own.in_features, whole.in_features, self.block[1]))
+        for part, size, block in sizes:
+            if part != size and size % block and size > block:
+                raise BadConfig(
+                    f"a matrix of {size} rows or columns with scales for blocks of {block} cannot "
+                    f"be divided into {part}",
+                    "Use fewer ranks (--tensor-parallel-size)",
+                )
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """In fp8 where the device multiplies so, x rounded by groups of 128 numbers; else the
@@ -199,7 +212,7 @@ class Fp8BlockScheme(Scheme):
     def _by_element(self, linear: Linear | ExpertLinear, scale: Tensor) -> Tensor:
         """Scales [..., blocks of rows, blocks of columns] for every element [..., out, in]."""
         block_of, first = [], 0
-        for _, size, _ in linear.parts:
+        for _, size, *_ in linear.parts:
             block_of.append(torch.arange(size) // self.block[0] + first)
             first += self._blocks(size, linear)[0]
         scale = scale.index_select(-2, torch.cat(block_of).to(scale.device))
@@ -244,7 +257,9 @@ class Fp8BlockAtLoad(PlainScheme):
             matrix = stored.float() * decoded[: stored.shape[0], : stored.shape[1]]
             return matrix if plain.transform is None else plain.transform(matrix)
 
-        return replace(plain, transform=dequantise, dtypes=("F8_E4M3",), beside=(scales,))
+        return replace(
+            plain, transform=dequantise, dtypes=("F8_E4M3",), beside=(scales,), whole=True
+        )
 
 
 def decode_scale(stored: Tensor, name: str) -> Tensor:

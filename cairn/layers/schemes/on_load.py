@@ -40,7 +40,7 @@ class OnLoadScheme(CodesScheme):
     ) -> list[Weight]:
         """Every stored matrix twice: its codes, and its scales."""
         found, start = [], 0
-        for name, size, order in linear.parts:
+        for name, size, order, *_ in linear.parts:
             shape = (size, linear.in_features)
             plain = Weight(source.name(f"{name}.weight"), shape, None)
             found += _quantising(plain, linear, at_rows(expert, start, size), order)
@@ -65,7 +65,7 @@ class PackedOnLoadScheme(PackedCodesScheme):
     ) -> list[Weight]:
         """Every stored matrix twice: its words, and its scales."""
         found, start = [], 0
-        for name, size, order in linear.parts:
+        for name, size, order, *_ in linear.parts:
             plain = Weight(source.name(f"{name}.weight"), (size, linear.in_features), None)
             columns = slice(start, start + size)
             at: Index = (slice(None), columns) if expert is None else (expert, slice(None), columns)
@@ -96,8 +96,9 @@ def _quantising(
         return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
     weight = getattr(linear, "weight", None)
-    codes = replace(plain, parameter=weight, at=at, transform=codes_of)
-    return [codes, replace(plain, parameter=linear.scale, at=at, transform=scale_of, draw="one")]
+    # A rank's part has the scales that it has in the whole matrix.
+    codes = replace(plain, parameter=weight, at=at, transform=codes_of, whole=True)
+    return [codes, replace(codes, parameter=linear.scale, transform=scale_of, draw="one")]
 
 
 def _in_words(quantising: list[Weight], linear: Linear | ExpertLinear) -> list[Weight]:

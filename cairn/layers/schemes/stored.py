@@ -104,6 +104,7 @@ class DequantisedScheme(OfCheckpoint, PlainScheme):
                     at=plain.at,
                     transform=_valued(self.format, codes.source, plain),
                     beside=tuple(beside),
+                    whole=True,
                 )
             )
             found += self.format.ignored(first)
@@ -358,7 +359,7 @@ class CodesScheme(KeptScheme):
     ) -> list[Weight]:
         """Codes and scales of each part."""
         form, found, start = cast(Codes, self.format), [], 0
-        for name, size, order in linear.parts:
+        for name, size, order, *_ in linear.parts:
             at, first = at_rows(expert, start, size), source.name(f"{name}.")
             codes, scale = form.tensors(first, size, linear.in_features)
             turned = None if order is None else functools.partial(_reordered_codes, order=order)

@@ -1,0 +1,1 @@
+"""Ranks: processes with a device each, that hold a share of one model."""

@@ -1,0 +1,68 @@
+"""Ranks that hold one model together, and what they say to each other in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Group:
+    """One rank among several; all of them make the same calls in the same order.
+
+    Args:
+        rank: its number.
+        size: how many there are.
+        ranks: a process group of torch.distributed; None where `size` is 1.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, ranks: Any = None) -> None:
+        self.rank, self.size, self._ranks = rank, size, ranks
+
+    @property
+    def alone(self) -> bool:
+        """There is no other rank."""
+        return self.size == 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' x, with the same bits on all of them.
+
+        On the CPU it is added in float32 and in the order of the ranks: what a token gets does not
+        depend on the tokens beside it.
+        """
+        if self.alone:
+            return x
+        if x.is_cuda:
+            x = x.contiguous()
+            self._ranks.allreduce([x]).wait()
+            return x
+        first, *others = self.gathered(x).unbind()
+        total = first.float()
+        for other in others:
+            total = total + other.float()
+        return total.to(x.dtype)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The ranks' x, one shape [..] and dtype, stacked: [ranks, ..]."""
+        if self.alone:
+            return x.unsqueeze(0)
+        every = x.new_empty(self.size, *x.shape)
+        if x.numel():
+            self._ranks.allgather([list(every.unbind())], [x.contiguous()]).wait()
+        return every
+
+    def of_first(self, x: Tensor) -> Tensor:
+        """What rank 0 has, written to every other rank's x of the same shape and dtype."""
+        if not self.alone and x.numel():
+            self._ranks.broadcast(x, 0).wait()
+        return x
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of the ranks' numbers."""
+        every = self.gathered(torch.tensor(number, dtype=torch.int64, device=device))
+        return int(every.min())
+
+
+ALONE = Group()
+"""The one rank of a model that is not divided."""

@@ -1,0 +1,45 @@
+"""How ranks find each other: a store that rank 0 holds, and a process group made by it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from cairn.distributed.groups import Group
+
+dist: Any = torch.distributed
+"""Its stores and process groups have no types."""
+
+LOOPBACK = "127.0.0.1"
+START = timedelta(seconds=60)
+"""In which all ranks must have come."""
+STEP = timedelta(seconds=600)
+"""In which a collective must be over: a rank may compile kernels in front of one."""
+
+
+def hold_store() -> Any:
+    """The store of rank 0. The system chooses its port, so that none can be taken."""
+    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=START)
+
+
+def join_store(host: str, port: int) -> Any:
+    """The same store, on another rank."""
+    return dist.TCPStore(host, port, is_master=False, timeout=START)
+
+
+def group_of(store: Any, rank: int, size: int, device: torch.device) -> Group:
+    """The group of all ranks; returns when all of them have called it."""
+    shared = dist.PrefixStore("group", store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = START
+        return Group(rank, size, dist.ProcessGroupNCCL(shared, rank, size, options))
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = START
+    ranks = dist.ProcessGroupGloo(shared, rank, size, options)
+    ranks._set_default_timeout(STEP)
+    return Group(rank, size, ranks)
