@@ -22,6 +22,7 @@ from cairn import ops
 from cairn.attention.base import AttentionBackend, StepPlan
 from cairn.attention.batch import Batch, StepRows
 from cairn.attention.cuts import Cuts
+from cairn.attention.first_slot import draft_fields
 from cairn.attention.inputs import CompressedInputs, Compression, EntryInputs, IndexInputs
 from cairn.attention.mla_format import INDEX_KEY, RECORD, IndexFormat, index_field
 from cairn.cache.pools import CachePools
@@ -100,7 +101,7 @@ class CompressedBackend(AttentionBackend):
         numbers, dtype = _record(spec, form)
         record = PageField(RECORD, (form.page_size, numbers), dtype, window=spec.window)
         if own is None:
-            return LayerSchema((record,))
+            return LayerSchema((record, *draft_fields(spec.draft_width, form)))
         count = entries_of_page(form.page_size, own.rate)
         width = 2 * (1 + own.overlap) * (spec.head_dim + (own.index_dim if own.index_heads else 0))
         fields = [
@@ -131,6 +132,9 @@ class CompressedBackend(AttentionBackend):
         self._store_records(layer, inputs.kv, fields[RECORD], location)
         own, given = spec.compression, inputs.entries
         cells, length = plan.windows[spec.window]
+        if spec.draft_width:
+            # The first slot, the last in a list, is no key: see `first_slot`.
+            length = torch.minimum(length, plan.batch.slot.clamp(min=0))
         read = (q, fields[RECORD], cells, length, spec.scale, spec.head_dim)
         if own is None or given is None:
             o, _ = ops.sparse_mla(*read, inputs.sink, dtype=q.dtype)

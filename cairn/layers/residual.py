@@ -106,13 +106,12 @@ class Streams(Residual):
     `cairn.ops.mhc_pre`.
 
     Args:
-        x: [T, hidden], the embedded tokens, with which all streams begin.
-        count: n, streams; `x` of this object is [T, n, hidden].
+        x: [T, n, hidden], with which they begin; changed in place.
         ids: as of `Residual`.
     """
 
-    def __init__(self, x: Tensor, count: int, ids: Tensor | None = None) -> None:
-        super().__init__(x.unsqueeze(1).repeat(1, count, 1), ids)
+    def __init__(self, x: Tensor, ids: Tensor | None = None) -> None:
+        super().__init__(x, ids)
         self._weights: tuple[Tensor, Tensor] | None = None
 
     def read(self, norm: RMSNorm | None, site: Site | None = None) -> Hidden:
@@ -166,7 +165,7 @@ class Site(nn.Module):
 
 
 class StreamsHead(nn.Module):
-    """What joins residual streams behind the last layer.
+    """What joins residual streams in front of the output head.
 
     Args:
         spec: of the streams.
@@ -183,9 +182,10 @@ class StreamsHead(nn.Module):
         """name_fn, name_base and name_scale."""
         return mixing_weights(self, source, name)
 
-    def forward(self, streams: Tensor) -> Tensor:
-        """streams [T, n, hidden] -> [T, hidden]."""
+    def forward(self, states: Tensor) -> Tensor:
+        """Streams one behind the other [T, n * hidden] -> [T, hidden]."""
         spec = self.spec
+        streams = states.unflatten(1, (spec.count, -1))
         x: Tensor = ops.mhc_head(streams, self.fn, self.scale, self.base, spec.norm_eps, spec.eps)
         return x
 

@@ -105,14 +105,15 @@ class Decoder(nn.Module):
             self._running = every
 
     def forward(self, step: Step) -> Tensor:
-        """Run one step: -> hidden states [T, hidden] before the final norm."""
+        """Run one step: -> hidden states [T, hidden] before the final norm; of several residual
+        streams all of them, one behind the other [T, n * hidden]."""
         residual = self._begin(step.batch)
         angles = Angles(step.batch.positions, residual.x.dtype)
         running = self._running
         for at, i in enumerate(running):
             behind = self.layers[running[at + 1]] if at + 1 < len(running) else None
             self.layers[i](residual, step.layers[i], angles, behind)
-        return residual.x if self.join is None else cast(Tensor, self.join(residual.x))
+        return residual.x.flatten(1)
 
     def embedded(self, batch: Batch) -> Tensor:
         """What the first layer reads [T, hidden]: embeddings of tokens, and those of an encoder in
@@ -129,11 +130,11 @@ class Decoder(nn.Module):
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [n, hidden] -> float32 logits [n, V] over the user vocabulary."""
-        return self.head.logits(hidden, self.norm)
+        """What `forward` gave of n tokens -> float32 logits [n, V] over the user vocabulary."""
+        return self.head.logits(joined(hidden, self.join), self.norm)
 
     def draft_states(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, hidden] -> inputs of the draft layer [T, hidden]."""
+        """What `forward` gave -> what the draft layer reads of it [T, width]."""
         spec = self.spec.draft
         assert spec is not None
         return cast(Tensor, self.norm(hidden)) if spec.normed else hidden
@@ -141,11 +142,11 @@ class Decoder(nn.Module):
     def guess(
         self, embedded: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer
     ) -> Tensor:
-        """Run the draft layer: -> [T, hidden] before its norm.
+        """Run the draft layer: -> [T, width] before its norm.
 
         Args:
             embedded: [T, hidden], `embedded` of the tokens.
-            states: [T, hidden], `draft_states` of the tokens in front of these, or `next_states`.
+            states: [T, width], `draft_states` of the tokens in front of these, or `next_states`.
             positions: [T] int64 or [axes, T], rotary positions.
             layer: the draft layer's backend with its plan.
         """
@@ -154,13 +155,15 @@ class Decoder(nn.Module):
         return found
 
     def guess_logits(self, guessed: Tensor) -> Tensor:
-        """What `guess` gave [n, hidden] -> float32 logits [n, V] of the tokens behind."""
+        """What `guess` gave [n, width] -> float32 logits [n, V] of the tokens behind."""
         assert self.draft is not None
-        return self.head.logits(guessed, self.draft.norm)
+        return self.head.logits(joined(guessed, self.draft.streams_head), self.draft.norm)
 
     def next_states(self, guessed: Tensor) -> Tensor:
-        """What `guess` gave [n, hidden] -> what the draft layer reads of it next [n, hidden]."""
+        """What `guess` gave [n, width] -> what the draft layer reads of it next [n, width]."""
         assert self.draft is not None
+        if self.spec.streams is not None:
+            return guessed
         found: Tensor = self.draft.norm(guessed)
         return found
 
@@ -169,7 +172,8 @@ class Decoder(nn.Module):
         embedded, streams = self.embedded(batch), self.spec.streams
         if streams is None:
             return Residual(embedded, batch.input_ids)
-        return Streams(embedded, streams.count, batch.input_ids)
+        begun = embedded.unsqueeze(1).repeat(1, streams.count, 1)
+        return Streams(begun, batch.input_ids)
 
     def _table_weights(self, source: Source) -> list[Weight]:
         spec, table = self.spec, self.embedding.weight
@@ -195,3 +199,8 @@ class Decoder(nn.Module):
         part = self.head.part
         rows = slice(part.start, part.stop)
         return [Weight(name, shape, self.head.weight, slice(0, len(part)), rows)]
+
+
+def joined(states: Tensor, head: StreamsHead | None) -> Tensor:
+    """Hidden states as the output head reads them [n, hidden]."""
+    return states if head is None else cast(Tensor, head(states))

@@ -19,6 +19,8 @@ from cairn.specs.compressed import CompressedSpec, CompressionSpec
 from cairn.specs.ffn import FfnNames, MoeFfn, RouterSpec
 from cairn.specs.model import (
     BlockNames,
+    DraftNames,
+    DraftSpec,
     LayerSpec,
     ModelSpec,
     NormSpec,
@@ -38,16 +40,16 @@ MOST_SELECTED = 4096
 """Entries that a selection holds at most."""
 BLOCK_NAMES = BlockNames("attn", "ffn", "attn_norm", "ffn_norm")
 EXPERT_NAMES = FfnNames("w1", "w3", "w2")
+DRAFT_NAMES = DraftNames(("e_proj", "h_proj"), "enorm", "hnorm", layer="")
 WITHOUT_EFFECT = (
     "norm_topk_prob",
     "ep_size",
     "aux_loss_alpha",
     "seq_aux",
     "router_aux_loss_coef",
-    "num_nextn_predict_layers",
     "router_jitter_noise",
 )
-"""Weights of experts are always divided by their sum; draft layers are not used."""
+"""Weights of experts are always divided by their sum."""
 
 
 def spec_from_config(
@@ -70,8 +72,9 @@ def spec_from_config(
     max_positions = f.integer("max_position_embeddings", 1 << 20)
     eps, tied = f.number("rms_norm_eps", 1e-6), f.flag("tie_word_embeddings", False)
     norm, streams = NormSpec(eps), _streams(f, eps)
-    mixers = _mixers(f, count, max_positions, eps)
-    ffns = _ffns(f, count, vocab)
+    mixers, sliding = _mixers(f, count, max_positions, eps)
+    ffns, routed = _ffns(f, count, vocab)
+    drafting = replace(sliding, draft_width=streams.count * hidden)
     spec = ModelSpec(
         architecture="deepseek_v4",
         hidden_size=hidden,
@@ -88,6 +91,7 @@ def spec_from_config(
         table="embed",
         head="head",
         streams=streams,
+        draft_layer=_draft(f, count, LayerSpec(drafting, routed, norm, BLOCK_NAMES, streams)),
         ignored=(r"^mtp\.",),
         resolved=f.resolved(),
         **reading.vocabulary_fields(config, vocab, tied, stored),
@@ -106,8 +110,23 @@ def _streams(f: ConfigFields, norm_eps: float) -> StreamsSpec:
     )
 
 
-def _mixers(f: ConfigFields, count: int, max_positions: int, eps: float) -> list[CompressedSpec]:
-    """Attention of each layer."""
+def _draft(f: ConfigFields, count: int, layer: LayerSpec) -> DraftSpec | None:
+    """The draft layer `mtp.0`, whose rate follows those of the layers. Only 0, which both published
+    models have, can be used: a window alone."""
+    drafts, ratios = (
+        f.integer("num_nextn_predict_layers", 1, low=0),
+        f.config.get("compress_ratios"),
+    )
+    rate = ratios[count] if isinstance(ratios, list) and len(ratios) > count else 0
+    if drafts != 1 or rate:
+        return None
+    return DraftSpec(layer, "mtp.0.", normed=False, names=DRAFT_NAMES)
+
+
+def _mixers(
+    f: ConfigFields, count: int, max_positions: int, eps: float
+) -> tuple[list[CompressedSpec], CompressedSpec]:
+    """Attention of each layer, and of one that sees a window alone."""
     heads, dim = f.integer("num_attention_heads", 64), f.integer("head_dim", 512)
     _only(f, "num_key_value_heads", 1, "all heads share one record")
     _only(f, "attention_bias", False, "projections have no bias")
@@ -131,12 +150,13 @@ def _mixers(f: ConfigFields, count: int, max_positions: int, eps: float) -> list
     for kind in {kind for kind, _ in rates} - {SLIDING}:
         by_kind[kind] = replace(sliding, rotary=compressed)
     selected = _selection(f, rope) if any(kind == SPARSE for kind, _ in rates) else {}
-    return [
+    mixers = [
         by_kind[kind]
         if kind == SLIDING
         else replace(by_kind[kind], compression=_compression(kind, rate, selected))
         for kind, rate in rates
     ]
+    return mixers, sliding
 
 
 def _compression(kind: str, rate: int, selected: Mapping[str, int]) -> CompressionSpec:
@@ -215,8 +235,8 @@ def _compress_rates(f: ConfigFields) -> dict[str, int]:
     return rates
 
 
-def _ffns(f: ConfigFields, count: int, vocab: int) -> list[MoeFfn]:
-    """The experts of each layer."""
+def _ffns(f: ConfigFields, count: int, vocab: int) -> tuple[list[MoeFfn], MoeFfn]:
+    """The experts of each layer, and of one that chooses them by their scores."""
     for name, only in (
         ("scoring_func", "sqrtsoftplus"),
         ("topk_method", "noaux_tc"),
@@ -254,7 +274,7 @@ def _ffns(f: ConfigFields, count: int, vocab: int) -> list[MoeFfn]:
         names=EXPERT_NAMES,
     )
     hashed = replace(routed, router=replace(router, bias=False, table_rows=vocab))
-    return [hashed if kind == HASHED else routed for kind in _expert_kinds(f, count)]
+    return [hashed if kind == HASHED else routed for kind in _expert_kinds(f, count)], routed
 
 
 def _expert_kinds(f: ConfigFields, count: int) -> list[str]:

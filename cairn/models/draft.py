@@ -6,6 +6,10 @@ Row i reads token i + 1 and the model's hidden state of token i:
 
 and predicts token i + 2. Further guesses read y in the place of h, and the token guessed last.
 Embedding and head are the model's. Source: `qwen3_next_mtp` of vLLM and SGLang, which agree.
+
+Of a model with several residual streams h is all of them, stream j of z is A norm_e(embed(x_{i+1}))
++ B norm_h(h_ij), and further guesses read block(z). The streams are joined in front of the norm, by
+weights of the layer's own. Source: DeepSeek-V4's inference code.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from cairn.attention.step import BoundLayer
 from cairn.layers.linear import Linear
 from cairn.layers.norm import RMSNorm
 from cairn.layers.registry import Context
-from cairn.layers.residual import Residual
+from cairn.layers.residual import Residual, Streams, StreamsHead
 from cairn.layers.rotary import Angles
 from cairn.layers.schemes.base import Rows
 from cairn.layers.weight import Source, Weight
@@ -36,37 +40,91 @@ class DraftLayer(nn.Module):
 
     def __init__(self, spec: DraftSpec, norm: NormSpec, context: Context) -> None:
         super().__init__()
-        self.names = spec.names
-        self.token_norm = build_norm(norm, context.hidden, context.dtype)
-        self.state_norm = build_norm(norm, context.hidden, context.dtype)
-        parts = [Rows(spec.names.join, context.hidden)]
-        self.join = Linear(2 * context.hidden, parts, dtype=context.dtype)
+        self.names, hidden, dtype = spec.names, context.hidden, context.dtype
+        self.token_norm = build_norm(norm, hidden, dtype)
+        self.state_norm = build_norm(norm, hidden, dtype)
         own = context.within(spec.names.layer) if spec.names.layer else context
+        self.join: Joined | Added
+        if isinstance(spec.names.join, str):
+            self.join = Joined(spec.names.join, hidden, dtype)
+        else:
+            self.join = Added(spec.names.join, own)
         self.block = Block(spec.layer, own)
-        self.norm: RMSNorm = build_norm(norm, context.hidden, context.dtype)
+        self.norm: RMSNorm = build_norm(norm, hidden, dtype)
+        self.streams = spec.layer.streams
+        self.streams_head: StreamsHead | None = None
+        if self.streams is not None:
+            self.streams_head = StreamsHead(self.streams, hidden)
 
     def weights(self, source: Source) -> list[Weight]:
-        """Norms, join, block."""
-        return [
+        """Norms, join, block, and what joins streams."""
+        found = [
             *self.token_norm.weights(source, self.names.token_norm),
             *self.state_norm.weights(source, self.names.state_norm),
             *self.norm.weights(source, self.names.norm),
             *self.join.weights(source),
             *self.block.weights(source.within(self.names.layer) if self.names.layer else source),
         ]
+        if self.streams_head is not None and self.streams is not None:
+            found += self.streams_head.weights(source, self.streams.head)
+        return found
 
     def forward(
         self, embedded: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer
     ) -> Tensor:
-        """Run some rows: -> [T, hidden] before the norm.
+        """Run some rows: -> [T, width] before the norm.
 
         Args:
             embedded: [T, hidden], the rows' tokens.
-            states: [T, hidden], what stands in front of them.
+            states: [T, width], what stands in front of them: all residual streams.
             positions: [T] int64, rotary positions.
             layer: the backend with its plan.
         """
-        joined = torch.cat((self.token_norm(embedded), self.state_norm(states)), dim=-1)
-        residual = Residual(self.join(joined))
-        self.block(residual, layer, Angles(positions, residual.x.dtype), None)
-        return residual.x
+        if self.streams is not None:
+            states = states.unflatten(1, (self.streams.count, -1))
+        x = self.join(self.token_norm(embedded), self.state_norm(states))
+        residual = Residual(x) if self.streams is None else Streams(x)
+        self.block(residual, layer, Angles(positions, x.dtype), None)
+        return residual.x.flatten(1)
+
+
+class Joined(nn.Module):
+    """One map of token and state side by side."""
+
+    def __init__(self, name: str, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.map = Linear(2 * hidden, [Rows(name, hidden)], dtype=dtype)
+
+    def weights(self, source: Source) -> list[Weight]:
+        """The map."""
+        return self.map.weights(source)
+
+    def forward(self, token: Tensor, state: Tensor) -> Tensor:
+        """Both [T, hidden] -> [T, hidden]."""
+        found: Tensor = self.map(torch.cat((token, state), dim=-1))
+        return found
+
+
+class Added(nn.Module):
+    """A map of the token, added to a map of each of its residual streams."""
+
+    def __init__(self, names: tuple[str, str], context: Context) -> None:
+        super().__init__()
+        self.token_map, self.state_map = (
+            Linear(
+                context.hidden,
+                [Rows(name, context.hidden)],
+                dtype=context.dtype,
+                scheme=context.scheme,
+            )
+            for name in names
+        )
+
+    def weights(self, source: Source) -> list[Weight]:
+        """Both maps."""
+        return [*self.token_map.weights(source), *self.state_map.weights(source)]
+
+    def forward(self, token: Tensor, state: Tensor) -> Tensor:
+        """[T, hidden] and [T, n, hidden] -> [T, n, hidden]."""
+        found: Tensor = self.state_map(state) + self.token_map(token).unsqueeze(1)
+        return found

@@ -31,7 +31,7 @@ class DraftModel(Protocol):
     """What the draft head needs of a model, see `cairn.models.decoder.Decoder`."""
 
     def draft_states(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] -> what the draft layer reads of them."""
+        """Hidden states of a step -> what the draft layer reads of them [T, width]."""
 
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden], the tokens of a step."""
@@ -39,13 +39,13 @@ class DraftModel(Protocol):
     def guess(
         self, embedded: Tensor, states: Tensor, positions: Tensor, layer: BoundLayer
     ) -> Tensor:
-        """[T, hidden], tokens and states -> [T, hidden]."""
+        """Tokens [T, hidden] and states [T, width] -> [T, width]."""
 
     def guess_logits(self, guessed: Tensor) -> Tensor:
-        """[n, hidden] -> [n, V] float32."""
+        """[n, width] -> [n, V] float32."""
 
     def next_states(self, guessed: Tensor) -> Tensor:
-        """[n, hidden] -> what the draft layer reads of them next."""
+        """[n, width] -> what the draft layer reads of them next [n, width]."""
 
 
 class Ends(NamedTuple):
@@ -99,6 +99,8 @@ class DraftHead:
         self._layer = len(backends.names) - 1
         self._group = pools.schema.group_of[self._layer][DRAFT_STATE]
         self._kept = pools.pages[self._layer][DRAFT_STATE]
+        # Outside graphs all slots are somebody's.
+        self._nowhere = [0] * len(rows.page_tables)
         shape = len(rows.last_token), self._kept.shape[1]
         self._last = torch.zeros(shape, dtype=self._kept.dtype, device=rows.device)
 
@@ -110,9 +112,9 @@ class DraftHead:
         Args:
             opened: rows that begin, or go on from pages, with this step.
             layout, step: what has run.
-            hidden: [T, hidden], what the model has made of it.
+            hidden: [T, ...], what the model has made of it.
         Returns:
-            [T, hidden], what the layer reads of that.
+            [T, width], what the layer reads of that.
         """
         number, requests = layout.rows.row, self._rows.num_requests
         self.resume(opened, number, layout.rows.first)
@@ -128,7 +130,7 @@ class DraftHead:
 
     def follow(self, step: Step, hidden: Tensor) -> Tensor:
         """Run the draft layer over the tokens that the model has run: what it reads of their hidden
-        states [T, hidden], for `begin` and graphs."""
+        states [T, width], for `begin` and graphs."""
         batch, states = step.batch, self._model.draft_states(hidden)
         row = batch.row
         begins = torch.cat((torch.ones_like(row[:1], dtype=torch.bool), row[1:] != row[:-1]))
@@ -156,7 +158,7 @@ class DraftHead:
         for number in range(most):
             live, slot = ends & (chains.ahead > number), slot + 1
             row, own = torch.where(live, chains.row, 0), torch.where(live, slot, -1)
-            guessed = self._step(row, token, own, state, chains.spare[self._group])
+            guessed = self._step(row, token, own, state, chains.spare)
             token = ops.argmax_tokens(self._model.guess_logits(guessed))
             state = self._model.next_states(guessed)
             found.append(token)
@@ -184,7 +186,7 @@ class DraftHead:
             alive = alive[still]
             some, place = send((still, alive), token.device)
             row, token, slot, state = row[some], token[some], slot[some] + 1, state[some]
-            guessed = self._step(row, token, slot, state)
+            guessed = self._step(row, token, slot, state, self._nowhere)
             logits = self._model.guess_logits(guessed)
             token = ops.argmax_tokens(logits)
             if number == 0 and others:
@@ -194,21 +196,22 @@ class DraftHead:
         return found
 
     def _step(
-        self, row: Tensor, token: Tensor, slot: Tensor, state: Tensor, spare: int = 0
+        self, row: Tensor, token: Tensor, slot: Tensor, state: Tensor, spare: Sequence[int]
     ) -> Tensor:
-        """Run a token of some rows [n], each in its slot and behind its state: [n, hidden]. Slots
-        below 0 are nobody's and go to the location `spare`."""
+        """Run a token of some rows [n], each in its slot and behind its state: [n, width]. Slots
+        below 0 are nobody's and go to the location that is spare in each page group."""
         rows, size = self._rows, self._rows.slots.page_size
-        table = rows.page_tables[self._group]
-        location = table[row, slot // size].long() * size + slot % size
-        location = torch.where(slot < 0, spare, location)
+        places = []
+        for table, nowhere in zip(rows.page_tables, spare, strict=True):
+            location = table[row, slot // size].long() * size + slot % size
+            places.append(PagePlace(table, torch.where(slot < 0, nowhere, location)))
         none = slot.new_empty(0)
         batch = Batch(
             input_ids=token.clamp(min=0),
             positions=rows.shifted(slot.clamp(min=0), row),
             row=row,
             slot=slot,
-            places=tuple(PagePlace(own, location) for own in rows.page_tables),
+            places=tuple(places),
             completed=none,
             completed_pages=none,
             max_slot=rows.capacity - 1,

@@ -47,6 +47,7 @@ class CompressedSpec:
         window: tokens whose records a query reads, its own included.
         eps: of all norms.
         compression: of earlier tokens; None: there are no entries.
+        draft_width: see `GqaSpec`; such a layer has no entries.
         backend: name of the attention backend.
     """
 
@@ -59,6 +60,7 @@ class CompressedSpec:
     window: int
     eps: float
     compression: CompressionSpec | None = None
+    draft_width: int = 0
     backend: str = COMPRESSED
 
     def of_rank(self, ranks: int) -> Self:

@@ -99,13 +99,14 @@ class DraftNames:
     """Names of a draft layer's parts in a checkpoint, behind its prefix.
 
     Attributes:
-        join: the map of [embedded token | hidden state].
+        join: the map of [embedded token | hidden state], or two maps of which each has one of these
+            and whose results are added.
         token_norm, state_norm: norms of these two.
         norm: of what goes to the head.
         layer: in front of the names of its block.
     """
 
-    join: str = "fc"
+    join: str | tuple[str, str] = "fc"
     token_norm: str = "pre_fc_norm_embedding"
     state_norm: str = "pre_fc_norm_hidden"
     norm: str = "norm"
@@ -119,7 +120,8 @@ class DraftSpec:
     Attributes:
         layer: its block.
         prefix: of the names of its tensors in a checkpoint.
-        normed: it reads hidden states behind the model's final norm; else those in front of it.
+        normed: it reads hidden states behind the model's final norm; else those in front of it, of
+            several residual streams all of them.
         names: of its parts.
     """
 

@@ -140,19 +140,38 @@ class Reference:
 
     def logits(self, ids: list[int]) -> Tensor:
         """[n, V] float32."""
+        return self._joined(self._streams(ids), "")
+
+    def guessed(self, ids: list[int]) -> Tensor:
+        """[n - 1, V] float32: of the draft layer, what follows each token but the first."""
+        at, tokens = "mtp.0.", torch.tensor(ids[1:])
+        x = self._rms(self.w["embed.weight"][tokens], f"{at}enorm.weight")
+        x = x @ self.w[f"{at}e_proj.weight"].T
+        states = (self._rms(state, f"{at}hnorm.weight") for state in self._streams(ids[:-1]))
+        streams = [x + state @ self.w[f"{at}h_proj.weight"].T for state in states]
+        return self._joined(self._layer(streams, at, SLIDING, tokens), at)
+
+    def _streams(self, ids: list[int]) -> list[Tensor]:
+        """Behind the last layer, each [n, hidden]."""
         tokens = torch.tensor(ids)
         x = self.w["embed.weight"][tokens]
         streams = [x.clone() for _ in range(self.c["hc_mult"])]
         for layer, kind in enumerate(self.c["layer_types"]):
-            at = f"layers.{layer}."
-            mix = functools.partial(self._mix, at=at, kind=kind)
-            streams = self._site(streams, f"{at}hc_attn", f"{at}attn_norm", mix)
-            feed = functools.partial(self._feed, at=at, ids=tokens)
-            streams = self._site(streams, f"{at}hc_ffn", f"{at}ffn_norm", feed)
-        y = self._mixed(streams, "hc_head_fn")
-        pre = torch.sigmoid(y * self.w["hc_head_scale"] + self.w["hc_head_base"]) + self.c["hc_eps"]
+            streams = self._layer(streams, f"layers.{layer}.", kind, tokens)
+        return streams
+
+    def _layer(self, streams: list[Tensor], at: str, kind: str, tokens: Tensor) -> list[Tensor]:
+        mix = functools.partial(self._mix, at=at, kind=kind)
+        streams = self._site(streams, f"{at}hc_attn", f"{at}attn_norm", mix)
+        feed = functools.partial(self._feed, at=at, ids=tokens)
+        return self._site(streams, f"{at}hc_ffn", f"{at}ffn_norm", feed)
+
+    def _joined(self, streams: list[Tensor], at: str) -> Tensor:
+        y = self._mixed(streams, f"{at}hc_head_fn")
+        scale, base = self.w[f"{at}hc_head_scale"], self.w[f"{at}hc_head_base"]
+        pre = torch.sigmoid(y * scale + base) + self.c["hc_eps"]
         x = sum(p.unsqueeze(1) * s for p, s in zip(pre.T, streams, strict=True))
-        return self._rms(x, "norm.weight") @ self.w["head.weight"].T
+        return self._rms(x, f"{at}norm.weight") @ self.w["head.weight"].T
 
     def _rms(self, x: Tensor, name: str | None = None) -> Tensor:
         y = x * (x.square().mean(-1, keepdim=True) + 1e-6) ** -0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from cairn.errors import BadModel
 from cairn.models.registry import load_spec
 from cairn.specs.compressed import CompressionSpec
 from cairn.specs.rotary import YarnSpec
+from tests.specs import declared
 
 SLIDING, SPARSE, HEAVY = (
     "sliding_attention",
@@ -43,6 +45,25 @@ def test_published_fields() -> None:
     assert [layer.ffn.router.table_rows for layer in spec.layers] == [129280] * 3 + [0]
     assert [layer.ffn.router.bias for layer in spec.layers] == [False] * 3 + [True]
     assert spec.layers[0].ffn.limit == 0 and spec.streams.count == 4
+
+
+def test_the_draft_layer_by_the_released_names() -> None:
+    told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    spec = load_spec(FLASH | told)
+    found = declared(replace(spec, draft=spec.draft_layer)).values()
+    names = {one.source for weight in found for one in (weight, *weight.beside)}
+    own = {name for name in names if name.startswith("mtp.") and ".experts." not in name}
+    maps = ["e_proj", "h_proj", *(f"attn.{name}" for name in ("wq_a", "wkv", "wq_b", "wo_a"))]
+    maps += ["attn.wo_b", *(f"ffn.shared_experts.w{i}" for i in (1, 2, 3))]
+    norms = ["enorm", "hnorm", "norm", "attn_norm", "ffn_norm", "attn.q_norm", "attn.kv_norm"]
+    streams = [f"hc_{at}_{x}" for at in ("attn", "ffn", "head") for x in ("fn", "base", "scale")]
+    others = ["attn.attn_sink", "ffn.gate.weight", "ffn.gate.bias", *streams]
+    others += [f"{name}.weight" for name in (*maps, *norms)] + [f"{name}.scale" for name in maps]
+    assert own == {f"mtp.0.{name}" for name in others}
+    assert "mtp.0.ffn.experts.255.w2.scale" in names
+    # Of another rate, or of several layers, there is none that can be used.
+    for change in ({"compress_ratios": [0, 4, 128, 4, 4]}, {"num_nextn_predict_layers": 2}):
+        assert load_spec(FLASH | change).draft_layer is None
 
 
 def test_layer_types_win_over_ratios() -> None:
