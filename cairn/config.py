@@ -12,6 +12,7 @@ from typing import Literal
 from cairn.errors import BadConfig
 from cairn.names import checked_keywords
 from cairn.specs.choice import Choice, Notes
+from cairn.specs.kv_format import FP4_E2M1, FP8_E4M3, KV_FORMATS
 from cairn.specs.media import MediaLimits, MediaOptions, media_model, resolve_media
 from cairn.specs.model import ModelSpec
 from cairn.specs.options import MixerOptions, resolve_mixers
@@ -26,7 +27,7 @@ GPU_CHUNK = 132 * 128
 CPU_CHUNKS = {"float32": 17 * 64, "float16": 17 * 64, "bfloat16": 33 * 64}
 """Default chunks on a CPU in slots: 1,024 tokens and, where matrix products are fast, 2,048."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SMALL_KV_DTYPES = ("fp8_e4m3", "fp8_ds")
+SMALL_KV_DTYPES = (*KV_FORMATS, "fp8_ds")
 KV_CACHE_DTYPES = ("auto", "bf16", *SMALL_KV_DTYPES)
 
 
@@ -46,8 +47,8 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: "auto", "cpu", "cuda" or "cuda:N".
-        kv_cache_dtype: of what pages hold: "auto" (the dtype), "bf16" (must be it), "fp8_e4m3" of
-            keys and values, "fp8_ds" of latent attention.
+        kv_cache_dtype: of what pages hold: "auto" (the dtype), "bf16" (must be it), "fp8_e4m3" or
+            "fp4_e2m1" (on a CPU) of keys and values, "fp8_ds" of latent attention.
         max_model_len: longest sequence in user tokens, prompt and output together.
         kv_cache_memory: bytes of the page pool of each rank, or text such as "4GiB".
         kv_host_memory: bytes of host memory, or text such as "64GiB", in which pages stay that the
@@ -184,7 +185,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
     return EngineConfig(
         model=model,
         dtype=dtype,
-        kv_cache_dtype=_resolve_kv_dtype(options, dtype),
+        kv_cache_dtype=_resolve_kv_dtype(options, dtype, device),
         device=device,
         page_size=page_size,
         seed=options.seed,
@@ -240,12 +241,18 @@ def _resolve_quantization(options: EngineOptions, model: ModelSpec) -> ModelSpec
     return replace(model, quantization=QuantizationSpec("on_load"))
 
 
-def _resolve_kv_dtype(options: EngineOptions, dtype: str) -> str:
+def _resolve_kv_dtype(options: EngineOptions, dtype: str, device: str) -> str:
     """Dtype of the cache: the engine's dtype, or one of SMALL_KV_DTYPES."""
     if options.kv_cache_dtype == "bf16" and dtype != "bfloat16":
         raise BadConfig(
             f"kv_cache_dtype is bf16, but dtype is {dtype}",
             f"Use auto, {' or '.join(SMALL_KV_DTYPES)}",
+        )
+    if options.kv_cache_dtype == FP4_E2M1.name and device != "cpu":
+        raise BadConfig(
+            f"kv_cache_dtype is {FP4_E2M1.name}, which has no kernels on {device}: it runs on a "
+            "CPU alone",
+            f"Use {FP8_E4M3.name}, or --device cpu",
         )
     return options.kv_cache_dtype if options.kv_cache_dtype in SMALL_KV_DTYPES else dtype
 

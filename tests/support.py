@@ -36,7 +36,7 @@ FEATURES = {
     "chunked prefill": "a prompt gives the same logits in chunks of any size as in one step",
     "prefix cache": "a prompt gives the same logits with a cached prefix as without",
     "sliding window": "layers with a window, whose logits are the reference's",
-    "quantised KV": "pages in 8 bits (`--kv-cache-dtype fp8_e4m3` or `fp8_ds`)",
+    "quantised KV": "pages in 8 bits (`--kv-cache-dtype fp8_e4m3` or `fp8_ds`) or 4 (`fp4_e2m1`)",
     "quantised weights": "weights in 4 or 8 bits with scales, as the checkpoint stores them",
     "overlap": "the next step is planned while one runs, with the same tokens",
     "CUDA graph": "steps run as CUDA graphs, with the same tokens as without",

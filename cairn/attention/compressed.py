@@ -269,9 +269,10 @@ def _record(spec: CompressedSpec, form: PageFormat) -> tuple[int, torch.dtype]:
     Raises:
         BadConfig: for a format that does not hold them.
     """
-    if form.quantized:
+    if form.kv is not None:
         raise BadConfig(
-            "kv_cache_dtype is fp8_e4m3, which is not a format of compressed attention's records",
+            f"kv_cache_dtype is {form.kv.name}, which is not a format of compressed attention's "
+            "records",
             "Use --kv-cache-dtype fp8_ds, or auto",
         )
     if not form.small_records:

@@ -44,7 +44,7 @@ class HsaBackend(GqaBackend):
         summaries are not it is stored once more.
         """
         fields = list(form.keys_and_values(spec.num_kv_heads, spec.head_dim))
-        if spec.summary != "landmark" or form.quantized:
+        if spec.summary != "landmark" or form.kv is not None:
             shape = spec.summary_heads, spec.head_dim
             fields.append(PageField(SUMMARY_KEY, shape, form.dtype, summary=True))
         if spec.bias_by_entropy:

@@ -25,9 +25,10 @@ def record_field(spec: MlaSpec, form: PageFormat) -> PageField:
     Raises:
         BadConfig: for a format that does not hold them.
     """
-    if form.quantized:
+    if form.kv is not None:
         raise BadConfig(
-            "kv_cache_dtype is fp8_e4m3, which is not a format of latent attention's records",
+            f"kv_cache_dtype is {form.kv.name}, which is not a format of latent attention's "
+            "records",
             "Use --kv-cache-dtype fp8_ds, or auto",
         )
     if not form.small_records:

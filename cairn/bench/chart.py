@@ -82,11 +82,13 @@ PHASES = {"prefill": "ms", "decode": "ms a step"}
 
 def _cell(record: Record) -> tuple[object, ...]:
     names = ("shape", "phase", "context", "batch", "backend", "dtype", "selection")
-    return (*(record.get(name) for name in names), _quantized(record))
+    return (*(record.get(name) for name in names), _small(record))
 
 
-def _quantized(record: Record) -> bool:
-    return record.get("kv_cache_dtype") in SMALL_KV_DTYPES
+def _small(record: Record) -> str:
+    """Dtype of the cache where it is smaller than that of the weights, else an empty text."""
+    dtype = record.get("kv_cache_dtype")
+    return dtype if dtype in SMALL_KV_DTYPES else ""
 
 
 def _lines(ax: Axes, records: Sequence[Record]) -> None:
@@ -95,16 +97,16 @@ def _lines(ax: Axes, records: Sequence[Record]) -> None:
     lines: dict[tuple[Any, ...], list[Record]] = {}
     for record in sorted(records, key=lambda r: r["context"]):
         selection = record.get("selection")
-        key = (record["backend"], record["batch"], selection, _quantized(record))
+        key = (record["backend"], record["batch"], selection, _small(record))
         lines.setdefault(key, []).append(record)
-    for (backend, batch, selection, quantized), line in sorted(lines.items(), key=str):
+    for (backend, batch, selection, small), line in sorted(lines.items(), key=str):
         color = BACKEND_COLORS.get(backend, GREY)
         style = BATCH_STYLES[batches.index(batch) % len(BATCH_STYLES)]
         contexts = [record["context"] for record in line]
         ms = [record["ms"] for record in line]
         name = f"{backend}, batch {batch}"
         name += "" if selection in (None, "random") else f", {selection} pages"
-        name += ", fp8" if quantized else ""
+        name += f", {small}" if small else ""
         marker = "o" if selection in (None, "random") else "s"
         ax.plot(contexts, ms, style, color=color, marker=marker, ms=4, label=name)
         if all(record["floor_ms"] is not None for record in line):

@@ -13,7 +13,7 @@ from cairn.bench.session import TokenPrompt
 from cairn.cache.pools import CachePools
 from cairn.errors import OutOfMemory
 from cairn.llm import LLM
-from cairn.ops.cache.quantized import is_quantized, pack
+from cairn.ops.cache.quantized import form_of, is_quantized, pack
 
 MODERATE = (48, 60)
 """Bytes of which e4m3 makes 0.5 to 1.5, bfloat16 and float32 1e-9 to 0.01."""
@@ -94,4 +94,5 @@ def _random_pages(count: int, pool: Tensor) -> Tensor:
     shape = (count, *pool.shape[1:])
     if not is_quantized(pool):
         return torch.randn(shape, dtype=pool.dtype, device=pool.device)
-    return pack(torch.randn(*shape[:-1], shape[-1] - 1, device=pool.device))
+    form, dim = form_of(pool)
+    return pack(torch.randn(*shape[:-1], dim, device=pool.device), form)

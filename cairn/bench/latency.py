@@ -116,8 +116,9 @@ class _Point:
             yield self._cell("prefill", ran, ran.phase.prefill_seconds, floor, tokens)
         ran = self._decode(prompts, union)
         step = ran.phase.decode_seconds * self.batch / ran.phase.decode_tokens
-        quantized = self.llm.engine_config.kv_cache_dtype in SMALL_KV_DTYPES
-        floor = roofline.decode_floor(spec, slots + self.plan.steps // 2, self.batch, quantized)
+        cached = self.llm.engine_config.kv_cache_dtype
+        small = cached if cached in SMALL_KV_DTYPES else None
+        floor = roofline.decode_floor(spec, slots + self.plan.steps // 2, self.batch, small)
         yield self._cell("decode", ran, step, floor, self.batch)
 
     def _prefill(self, prompts: Sequence[TokenPrompt]) -> _Ran:

@@ -19,6 +19,7 @@ from cairn.specs.ffn import DenseFfn, FfnSpec
 from cairn.specs.gated_delta import GatedDeltaSpec
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.hils import HilsSpec
+from cairn.specs.kv_format import KV_FORMATS
 from cairn.specs.mla import MlaSpec
 from cairn.specs.model import ELEMENT_SIZE, LayerSpec, MixerSpec, ModelSpec
 
@@ -48,10 +49,10 @@ class Roofline:
     device: str
 
     def decode_floor(
-        self, spec: ModelSpec, slots: int, batch: int, quantized: bool = False
+        self, spec: ModelSpec, slots: int, batch: int, small: str | None = None
     ) -> float:
         """Seconds a decode step cannot beat: its bytes at the measured bandwidth."""
-        return decode_bytes(spec, slots, batch, self.dtype, quantized) / self.bandwidth
+        return decode_bytes(spec, slots, batch, self.dtype, small) / self.bandwidth
 
     def prefill_floor(self, spec: ModelSpec, slots: int, batch: int = 1) -> float:
         """Seconds a prefill cannot beat: its operations at the measured GEMM rate."""
@@ -115,7 +116,7 @@ def _best(work: Callable[[], torch.Tensor], device: str) -> float:
 
 
 def decode_bytes(
-    spec: ModelSpec, slots: int, batch: int, dtype: str, quantized: bool = False
+    spec: ModelSpec, slots: int, batch: int, dtype: str, small: str | None = None
 ) -> float:
     """Bytes that one decode step must read and write.
 
@@ -124,15 +125,15 @@ def decode_bytes(
         slots: slots of each sequence before the step.
         batch: sequences, one query each.
         dtype: of weights that are not quantised, and of the cache.
-        quantized: keys and values have a byte a number, and one more a slot and head; latents and
-            index keys a byte and a scale (fp8_ds).
+        small: dtype of the cache where it is one of SMALL_KV_DTYPES: of keys and values one of
+            KV_FORMATS; latents and index keys have a byte a number and scales (fp8_ds).
     """
     size = ELEMENT_SIZE[dtype]
     stored = size if spec.quantization is None else FP8_BYTES
     weights = sum(_read_parameters(spec, layer, batch) for layer in spec.layers) * stored
     weights += spec.vocab_size * spec.hidden_size * size
     rows = batch * spec.hidden_size * size
-    read = sum(_query_bytes(spec, mixer, slots, size, quantized) for mixer in spec.mixers)
+    read = sum(_query_bytes(spec, mixer, slots, size, small) for mixer in spec.mixers)
     return weights + rows + batch * read
 
 
@@ -202,7 +203,7 @@ def _ffn_parameters(spec: ModelSpec, ffn: FfnSpec, tokens: int, read: bool = Fal
 
 
 def _query_bytes(
-    spec: ModelSpec, mixer: MixerSpec, slots: int, size: int, quantized: bool
+    spec: ModelSpec, mixer: MixerSpec, slots: int, size: int, small: str | None
 ) -> float:
     """Cache bytes that one query at slot `slots` moves in one layer; size: of a number."""
     if isinstance(mixer, GatedDeltaSpec):
@@ -210,18 +211,18 @@ def _query_bytes(
         return 2 * (4 * state + size * mixer.conv_channels * (mixer.conv_kernel - 1))
     if isinstance(mixer, MlaSpec):
         record, key = mixer.record_dim * size, 0
-        if quantized:
+        if small:
             record = mixer.kv_lora_rank + mixer.kv_lora_rank // 32 + 2 * mixer.rope_dim
         if mixer.indexer is not None:
             dim = mixer.indexer.head_dim
-            key = dim + SCALE_BYTES if quantized else dim * size
+            key = dim + SCALE_BYTES if small else dim * size
         seen = slots + 1 if mixer.topk is None else min(slots + 1, mixer.topk)
         # Where a row is short, nothing is scored.
         scored = slots + 1 if seen < slots + 1 else 0
         return record * (seen + 1) + key * (scored + 1)
     if isinstance(mixer, CompressedSpec):
         return compressed_roofline.query_bytes(mixer, slots, size)
-    head = mixer.head_dim + 1 if quantized else mixer.head_dim * size
+    head = KV_FORMATS[small].slot_bytes(mixer.head_dim) if small else mixer.head_dim * size
     pair = 2 * mixer.num_kv_heads * head
     if not isinstance(mixer, HilsSpec) or not mixer.selects or not spec.page_size:
         seen = slots + 1 if _window(mixer) is None else min(slots + 1, mixer.window or 0)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cairn.errors import BadConfig
+from cairn.specs.kv_format import KV_FORMATS, KvFormat
 
 BYTES = torch.uint8
 """Of quantized keys and values."""
@@ -94,36 +95,42 @@ class PageFormat:
     Attributes:
         page_size: slots in a page, S.
         dtype: of everything that is not quantized.
-        quantized: keys and values in 8 bits, see `cairn.ops.cache.quantized`.
+        kv: keys and values in fewer bits, see `cairn.ops.cache.quantized`; None: they are not
+            quantized.
         small_records: records of latent attention and index keys in 8 bits (fp8_ds).
         index_layout: how index keys in 8 bits lie in a page: what reads them fastest on a device.
     """
 
     page_size: int
     dtype: torch.dtype
-    quantized: bool = False
+    kv: KvFormat | None = None
     small_records: bool = False
     index_layout: str = LINEAR
 
-    @property
-    def key_dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return BYTES if self.quantized else self.dtype
-
     def keys_and_values(self, num_kv_heads: int, head_dim: int) -> tuple[PageField, PageField]:
-        """Fields `k` and `v`, a page [h_kv, S, d], or d + 1 bytes where they are quantized.
+        """Fields `k` and `v`, a page [h_kv, S, d], or the bytes of `kv` in the place of d.
 
         Raises:
-            BadConfig: for a format of latent attention.
+            BadConfig: for a format of latent attention, or heads that the format does not hold.
         """
         if self.small_records:
             raise BadConfig(
                 "kv_cache_dtype is fp8_ds, a format of latent attention's records, but this model "
                 "keeps keys and values of heads",
-                "Use --kv-cache-dtype fp8_e4m3, or auto",
+                f"Use --kv-cache-dtype {' or '.join(KV_FORMATS)}, or auto",
             )
-        shape = num_kv_heads, self.page_size, head_dim + self.quantized
-        return PageField("k", shape, self.key_dtype), PageField("v", shape, self.key_dtype)
+        if self.kv is None:
+            width, dtype = head_dim, self.dtype
+        elif self.kv.holds(head_dim):
+            width, dtype = self.kv.slot_bytes(head_dim), BYTES
+        else:
+            raise BadConfig(
+                f"kv_cache_dtype is {self.kv.name}, but heads of {head_dim} numbers are not whole "
+                f"blocks of {self.kv.block or 2}",
+                "Use --kv-cache-dtype auto",
+            )
+        shape = num_kv_heads, self.page_size, width
+        return PageField("k", shape, dtype), PageField("v", shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)

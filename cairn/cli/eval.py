@@ -117,8 +117,8 @@ def needle(
     chain of three variables).
 
     Variants: warm (a second question about a cached document), cold (no prefix cache), odd-chunks
-    (prefill chunks of 509 slots), no-graphs (no CUDA graphs), fp8 (8-bit pages), dense and window
-    (other attention backends).
+    (prefill chunks of 509 slots), no-graphs (no CUDA graphs), fp8 and fp4 (pages in 8 and 4
+    bits), dense and window (other attention backends).
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.eval.chart import heat_map

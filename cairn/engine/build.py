@@ -50,6 +50,7 @@ from cairn.runner.memory import Steps, measure
 from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
 from cairn.specs.choice import Choice
+from cairn.specs.kv_format import KV_FORMATS
 from cairn.specs.model import ELEMENT_SIZE, ModelSpec
 from cairn.specs.speculation import NGRAM
 
@@ -334,7 +335,7 @@ def page_format(config: EngineConfig) -> PageFormat:
     return PageFormat(
         config.page_size,
         dtype,
-        quantized=config.kv_cache_dtype == "fp8_e4m3",
+        kv=KV_FORMATS.get(config.kv_cache_dtype),
         small_records=config.kv_cache_dtype == "fp8_ds",
         index_layout=layout,
     )

@@ -48,6 +48,7 @@ VARIANTS = {
     "odd-chunks": Variant({"chunked_prefill_size": 509}),
     "no-graphs": Variant({"disable_cuda_graph": True}),
     "fp8": Variant({"kv_cache_dtype": "fp8_e4m3"}),
+    "fp4": Variant({"kv_cache_dtype": "fp4_e2m1"}),
     "dense": Variant({"attention_backend": "dense"}),
     "window": Variant({"attention_backend": "window"}),
 }

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cairn.errors import BadArgument
-from cairn.ops.cache.quantized import BYTES
 from cairn.ops.launch_cache.plans import is_traced
 from cairn.ops.waiting import waits
+from cairn.specs.kv_format import format_of
 
 R = TypeVar("R")
 
@@ -25,6 +25,7 @@ FLOAT32 = (torch.float32,)
 INDICES = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
+BYTES = torch.uint8
 CACHED = (*FLOATS, BYTES)
 """Keys and values in pages, as they are or quantized."""
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -175,7 +176,12 @@ def check_cache(op: str, cache: Tensor, like: Tensor | None = None) -> tuple[int
     if heads == 0 or size == 0:
         wanted = "[pages, h_kv, S, d], h_kv > 0 and S > 0"
         refuse(op, "k_cache", f"has shape {list(cache.shape)}, not {wanted}")
-    return pages, heads, size, dim - small
+    if small:
+        found = format_of(dim)
+        if found is None:
+            refuse(op, "k_cache", f"has {dim} bytes a slot, no quantized head")
+        dim = found[1]
+    return pages, heads, size, dim
 
 
 def check_caches(

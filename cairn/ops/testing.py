@@ -18,6 +18,7 @@ from cairn.ops.call import Call
 from cairn.ops.implementation import Implementation
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import Op, Tolerance
+from cairn.specs.kv_format import FP8_E4M3, KvFormat
 
 TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float64: (1e-9, 1e-12),
@@ -78,9 +79,9 @@ class Paged:
         """Slots in a page, S."""
         return self.k_cache.shape[2]
 
-    def quantized(self) -> Paged:
-        """The same in 8 bits."""
-        caches = (pack(self.k_cache), pack(self.v_cache))
+    def quantized(self, form: KvFormat = FP8_E4M3) -> Paged:
+        """The same in fewer bits."""
+        caches = (pack(self.k_cache, form), pack(self.v_cache, form))
         return Paged(*caches, self.page_table, self.lengths)
 
     def queries(self, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

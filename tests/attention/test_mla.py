@@ -17,6 +17,7 @@ from cairn.attention.registry import Backends, cache_schema
 from cairn.cache.pools import CachePools, PoolSizes
 from cairn.cache.schema import LINEAR, PRESHUFFLED, PageFormat
 from cairn.errors import BadConfig
+from cairn.specs.kv_format import FP8_E4M3
 from cairn.specs.mla import IndexerSpec, MlaSpec
 from cairn.specs.rotary import RotarySpec
 
@@ -140,11 +141,11 @@ def test_what_layers_keep():
 
 def test_formats_that_do_not_hold_them_are_refused():
     with pytest.raises(BadConfig, match=r"fp8_e4m3.*--kv-cache-dtype fp8_ds, or auto"):
-        MlaBackend.needs(FULL, PageFormat(SIZE, torch.bfloat16, quantized=True))
+        MlaBackend.needs(FULL, PageFormat(SIZE, torch.bfloat16, FP8_E4M3))
     small = PageFormat(SIZE, torch.bfloat16, small_records=True)
     with pytest.raises(BadConfig, match="tiles of 128 numbers.*, not 8 and 4"):
         MlaBackend.needs(FULL, small)
-    with pytest.raises(BadConfig, match="keys and values of heads.*fp8_e4m3, or auto"):
+    with pytest.raises(BadConfig, match="keys and values of heads.*fp8_e4m3 or fp4_e2m1, or"):
         small.keys_and_values(2, 64)
 
 
@@ -160,8 +161,8 @@ def test_what_layers_keep_in_8_bits():
 def test_a_layout_that_readers_do_not_know_refuses_to_start():
     spec = replace(FULL, kv_lora_rank=128, rope_dim=16, indexer=IndexerSpec(2, 32, ROTARY))
     with pytest.raises(BadConfig, match="tiles of 16 tokens by 16.*pages of 8 keys"):
-        MlaBackend.needs(spec, PageFormat(8, torch.float32, False, True, PRESHUFFLED))
-    schema = cache_schema([spec], PageFormat(16, torch.float32, False, True, "swizzled"))
+        MlaBackend.needs(spec, PageFormat(8, torch.float32, None, True, PRESHUFFLED))
+    schema = cache_schema([spec], PageFormat(16, torch.float32, None, True, "swizzled"))
     with pytest.raises(BadConfig, match="'swizzled'. Known: linear, preshuffled"):
         Backends([spec], CachePools(schema, PoolSizes((2,)), "cpu"))
 

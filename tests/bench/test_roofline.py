@@ -37,15 +37,16 @@ def test_dense_decode_reads_everything():
 
 def test_quantized_keys_and_values_are_a_byte_a_number():
     grown = [
-        roofline.decode_bytes(DENSE, 8192, 1, "bfloat16", quantized)
-        - roofline.decode_bytes(DENSE, 0, 1, "bfloat16", quantized)
-        for quantized in (False, True)
+        roofline.decode_bytes(DENSE, 8192, 1, "bfloat16", small)
+        - roofline.decode_bytes(DENSE, 0, 1, "bfloat16", small)
+        for small in (None, "fp8_e4m3", "fp4_e2m1")
     ]
     assert grown[0] == 8192 * 16 * PAIR
     assert grown[1] == 8192 * 16 * 2 * 2 * (64 + 1)
+    assert grown[2] == 8192 * 16 * 2 * 2 * (32 + 4)
     # Summaries keep their dtype.
     saved = roofline.decode_bytes(HSA, 8192, 1, "bfloat16") - roofline.decode_bytes(
-        HSA, 8192, 1, "bfloat16", True
+        HSA, 8192, 1, "bfloat16", "fp8_e4m3"
     )
     read = roofline.pages_per_query(HSA, 8192) * 64
     assert 0.9 * read < saved / (16 * (PAIR - 260)) < 1.1 * read
@@ -109,10 +110,10 @@ def test_bytes_of_selecting_tokens():
     parameters, _ = measure_weights(spec, "bfloat16")
     assert 15.5e9 < parameters < 17e9
     short, long = 1000, 100_000
-    for quantized, record, key in ((False, 1152, 256), (True, 656, 132)):
+    for small, record, key in ((None, 1152, 256), ("fp8_ds", 656, 132)):
         read = [
-            roofline.decode_bytes(spec, slots, 2, "bfloat16", quantized)
-            - roofline.decode_bytes(spec, slots, 1, "bfloat16", quantized)
+            roofline.decode_bytes(spec, slots, 2, "bfloat16", small)
+            - roofline.decode_bytes(spec, slots, 1, "bfloat16", small)
             for slots in (short, long)
         ]
         # Below what is selected nothing is scored, above it all of it.

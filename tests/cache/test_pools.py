@@ -11,9 +11,10 @@ import torch
 from cairn.attention.registry import cache_schema
 from cairn.cache.pools import CachePools, PoolSizes
 from cairn.cache.schema import CacheSchema, LayerSchema, PageField, PageFormat, RowField
-from cairn.errors import OutOfMemory
+from cairn.errors import BadConfig, OutOfMemory
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.hils import HilsSpec
+from cairn.specs.kv_format import FP4_E2M1, FP8_E4M3
 
 F32, BF16 = torch.float32, torch.bfloat16
 DENSE = GqaSpec(num_heads=16, num_kv_heads=2, head_dim=64, rotary=None)
@@ -86,8 +87,15 @@ def test_bytes_of_a_known_model() -> None:
     assert schema.summary_bytes == 16 * (2048 + 64)
 
 
+def test_in_4_bits_a_slot_has_a_scale_for_16_numbers() -> None:
+    form = PageFormat(64, BF16, FP4_E2M1)
+    assert page_bytes([PRIOR] * 16, form) == 16 * (2 * 2 * 64 * 36 + 2048 + 64)
+    with pytest.raises(BadConfig, match="fp4_e2m1, but heads of 72 .*blocks of 16.*auto"):
+        form.keys_and_values(2, 72)
+
+
 def test_in_8_bits_a_slot_takes_a_byte_a_number_and_one_more() -> None:
-    form = PageFormat(64, BF16, quantized=True)
+    form = PageFormat(64, BF16, FP8_E4M3)
     assert page_bytes([PRIOR] * 16, form) == 16 * (2 * 2 * 64 * 65 + 2048 + 64)
     assert page_bytes([OWN_KEY], form) == 2 * 2 * 64 * 65 + 2 * 64 * 2
     assert page_bytes([OWN_KEY], PageFormat(64, BF16)) == 2 * 2 * 64 * 64 * 2

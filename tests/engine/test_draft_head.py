@@ -16,6 +16,7 @@ from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from cairn.engine.planned_step import Limits
 from cairn.engine.request import Request
+from cairn.layers.norm import RMSNorm
 from cairn.runner import graphs
 from tests.engine import dsv4
 from tests.engine.fakes import FakeDrafter, all_pages_back
@@ -201,6 +202,9 @@ def rotated(x: Tensor, width: int, theta: float) -> Tensor:
 @pytest.mark.parametrize("length", [1, 2, 65])
 def test_a_guess_follows_the_formula(length: int) -> None:
     built, hidden = drafting("recurrent"), list[Tensor]()
+    # The family's norms multiply by 1 + what a checkpoint holds, those of the draft layer too.
+    norms = [part for part in built.runner.model.draft.modules() if isinstance(part, RMSNorm)]
+    assert len(norms) == 7 and all(norm.unit_offset for norm in norms)
     built.runner.model.register_forward_hook(lambda module, given, x: hidden.append(x.clone()))
     tokens, logits, guess = first_guess(built, length)
     wanted = draft_logits(built, tokens, torch.cat(hidden)[: len(tokens) - 1])

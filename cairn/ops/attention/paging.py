@@ -21,7 +21,8 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
     _, heads, size, dim = cache.shape
     count, width = pages.shape
     if quantized.is_quantized(cache):
-        return quantized.take(cache, pages).transpose(1, 2).reshape(count, heads, -1, dim - 1)
+        taken = quantized.take(cache, pages)
+        return taken.transpose(1, 2).reshape(count, heads, width * size, taken.shape[-1])
     if not cache.is_contiguous():
         # What is taken lies in the order of the cache's strides.
         taken = cache[pages].transpose(1, 2).contiguous()

@@ -1,15 +1,21 @@
-"""Keys and values in 8 bits: float8 e4m3 numbers, and a power of two for every slot and KV head.
+"""Keys and values in 8 or 4 bits, with scales for every slot and KV head.
 
-A quantized cache is bytes: [pages, h_kv, S, d + 1] uint8, contiguous. The bytes of one page and KV
-head are one block: the numbers of its slots, S * d of them, and behind them the slots' exponents, S
-bytes. A number x of a slot with exponent e is worth x * 2 ** (e - 127). A slot that was given an
-infinity or NaN is NaN as a whole: 0 times infinity, with e = 255.
+A quantized cache is bytes: [pages, h_kv, S, b] uint8, contiguous, where b = `KvFormat.slot_bytes`
+of d numbers tells the format. The bytes of one page and KV head are one block: the numbers of its
+slots, and behind them the slots' scales.
+
+* fp8_e4m3: a float8 e4m3 number is a byte, and a slot has an exponent e: a number x is worth
+  x * 2 ** (e - 127). A slot that was given an infinity or NaN is NaN as a whole: 0 times infinity,
+  with e = 255.
+* fp4_e2m1: two e2m1 numbers share a byte, the first in its low half, and every 16 numbers of a slot
+  have an e4m3 scale, e4m3(largest / 6), which they are multiplied by. 16 numbers that were given an
+  infinity or NaN are NaN.
 
 A page fills token by token. A scale of the whole page would depend on tokens that come later, or
 change when they come, and what a query reads on how the sequence was cut into steps. A slot's scale
-is a matter of its own token: every schedule stores the same bytes. A power of two rounds nothing,
-so that a number is rounded once, when it is stored, and is exact in bfloat16 when it is read; and
-it fits a byte (E8M0 of the OCP microscaling formats).
+is a matter of its own token: every schedule stores the same bytes. In 8 bits it is a power of two,
+which rounds nothing, so that a number is rounded once, when it is stored, and is exact in bfloat16
+when it is read; and it fits a byte (E8M0 of the OCP microscaling formats).
 """
 
 from __future__ import annotations
@@ -17,9 +23,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops.quantization import nvfp4
+from cairn.ops.quantization.codes import E4M3
+from cairn.specs.kv_format import FP8_E4M3, KvFormat, format_of
+
 NUMBER = torch.float8_e4m3fn
 BYTES = torch.uint8
 NOT_FINITE = 255
+"""Exponent, or e4m3 scale, of what was given an infinity or NaN."""
 
 
 def is_quantized(cache: Tensor) -> bool:
@@ -27,16 +38,49 @@ def is_quantized(cache: Tensor) -> bool:
     return cache.dtype == BYTES
 
 
+def form_of(cache: Tensor) -> tuple[KvFormat, int]:
+    """Format of a quantized cache [pages, h_kv, S, b], and the numbers of a head, d."""
+    found = format_of(cache.shape[3])
+    assert found is not None, f"{cache.shape[3]} bytes a slot are no quantized head"
+    return found
+
+
 def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a quantized cache: numbers [pages, h_kv, S, d] and exponents [pages, h_kv, S], both
-    as bytes."""
-    size, dim = cache.shape[2], cache.shape[3] - 1
+    """Views of a quantized cache, as bytes: numbers [pages, h_kv, S, ..] and scales
+    [pages, h_kv, S, ..] of its slots."""
+    (form, dim), size = form_of(cache), cache.shape[2]
+    numbers = form.number_bytes(dim)
     blocks = cache.view(*cache.shape[:2], -1)
-    return blocks[..., : size * dim].unflatten(-1, (size, dim)), blocks[..., size * dim :]
+    return (
+        blocks[..., : size * numbers].unflatten(-1, (size, numbers)),
+        blocks[..., size * numbers :].unflatten(-1, (size, -1)),
+    )
+
+
+def encode(x: Tensor, form: KvFormat) -> tuple[Tensor, Tensor]:
+    """x [..., d] as bytes: numbers [..., `number_bytes`] and scales [..., `scale_bytes`]."""
+    if form == FP8_E4M3:
+        numbers, exponents = quantize(x)
+        return numbers, exponents.unsqueeze(-1)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
+    numbers, scales = nvfp4.quantize(x, one)
+    finite = x.isfinite().unflatten(-1, (-1, nvfp4.BLOCK)).all(dim=-1)
+    scales = scales.view(BYTES).masked_fill(~finite, NOT_FINITE)
+    padding = form.scale_bytes(x.shape[-1]) - scales.shape[-1]
+    return numbers, torch.nn.functional.pad(scales, (0, padding))
+
+
+def decode(numbers: Tensor, scales: Tensor, form: KvFormat) -> Tensor:
+    """What the bytes of `encode`, both contiguous, are worth: [..., d] float32."""
+    if form == FP8_E4M3:
+        return dequantize(numbers, scales.squeeze(-1))
+    codes = nvfp4.unpacked(numbers).unflatten(-1, (-1, nvfp4.BLOCK))
+    scale = scales.view(E4M3)[..., : codes.shape[-2]].float()
+    return (codes * scale.unsqueeze(-1)).flatten(-2)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., d] as (numbers [..., d], exponents [...]), both as bytes.
+    """x [..., d] in 8 bits as (numbers [..., d], exponents [...]), both as bytes.
 
     The exponent is the least that brings the largest number within e4m3; numbers are rounded to
     the nearest, ties to even.
@@ -60,22 +104,26 @@ def scales(exponents: Tensor) -> Tensor:
     return (exponents.int() << 23).view(torch.float32)
 
 
-def pack(values: Tensor) -> Tensor:
-    """Whole pages [..., S, d] as a quantized cache holds them, [..., S, d + 1] bytes."""
-    numbers, exponents = quantize(values)
-    blocks = torch.cat([numbers.flatten(-2), exponents], dim=-1)
-    return blocks.view(*values.shape[:-1], values.shape[-1] + 1)
+def pack(values: Tensor, form: KvFormat = FP8_E4M3) -> Tensor:
+    """Whole pages [..., S, d] as a quantized cache holds them, [..., S, b] bytes."""
+    blocks = torch.cat([part.flatten(-2) for part in encode(values, form)], dim=-1)
+    return blocks.view(*values.shape[:-1], form.slot_bytes(values.shape[-1]))
 
 
 def take(cache: Tensor, *index: Tensor) -> Tensor:
-    """cache[index] of a quantized cache [pages, h_kv, S, d + 1], worth in float32."""
-    numbers, exponents = parts(cache)
-    return dequantize(numbers[index], exponents[index])
+    """cache[index] of a quantized cache [pages, h_kv, S, b], worth [.., S, d] in float32."""
+    numbers, found = parts(cache)
+    return decode(numbers[index], found[index], form_of(cache)[0])
+
+
+def read_by_kernels(cache: Tensor) -> bool:
+    """Whether kernels read and write the format of a quantized cache: that of 8 bits alone."""
+    return form_of(cache)[0] == FP8_E4M3
 
 
 def fits(x: Tensor, cache: Tensor) -> bool:
     """Whether kernels read the cache for queries, or write keys, x [T, heads, d]."""
     dim = x.shape[2]
     if is_quantized(cache):
-        return cache.shape[3] == dim + 1 and cache.is_contiguous()
+        return read_by_kernels(cache) and form_of(cache)[1] == dim and cache.is_contiguous()
     return x.dtype == cache.dtype and cache.stride()[2:] == (dim, 1)

@@ -37,8 +37,10 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: T
         k_cache[page, :, offset] = k
         v_cache[page, :, offset] = v
         return
+    form, _ = quantized.form_of(k_cache)
     for given, cache in ((k, k_cache), (v, v_cache)):
-        for place, values in zip(quantized.parts(cache), quantized.quantize(given), strict=True):
+        stored = quantized.encode(given, form)
+        for place, values in zip(quantized.parts(cache), stored, strict=True):
             place[page, :, offset] = values
 
 

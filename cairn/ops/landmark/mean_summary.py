@@ -44,8 +44,9 @@ def _(call: Call) -> None:
     "triton",
     devices=gpu.DEVICES,
     when=lambda call: (
-        quantized.is_quantized(call.k_cache)
-        or call.k_cache.stride()[2:] == (call.k_cache.shape[3], 1)
+        quantized.read_by_kernels(call.k_cache)
+        if quantized.is_quantized(call.k_cache)
+        else call.k_cache.stride()[2:] == (call.k_cache.shape[3], 1)
     ),
     replayed=True,
 )
@@ -53,7 +54,7 @@ def _(call: Call) -> Tensor:
     heads, size, dim = call.k_cache.shape[1:]
     dtype = call.k_cache.dtype
     if quantized.is_quantized(call.k_cache):
-        dim, dtype = dim - 1, torch.float32
+        dim, dtype = quantized.form_of(call.k_cache)[1], torch.float32
     key = gpu.empty((call.pages.numel(), heads, dim), dtype, call.k_cache.device)
     if call.pages.numel():
         mean_summary_kernel[(call.pages.numel() * heads,)](

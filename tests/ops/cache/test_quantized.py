@@ -1,4 +1,5 @@
-"""Keys and values in 8 bits: what is stored, and that every op reads it as what it is worth."""
+"""Keys and values in 8 and 4 bits: what is stored, and that every op reads it as what it is
+worth."""
 
 import math
 
@@ -9,6 +10,7 @@ from cairn import ops
 from cairn.ops import gpu
 from cairn.ops.cache import quantized
 from cairn.ops.testing import Arguments, Make, Paged, check
+from cairn.specs.kv_format import FP4_E2M1, KV_FORMATS, format_of
 from tests.ops.test_every_op import CHOICES, of_gpu
 
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -53,14 +55,44 @@ def test_nothing_and_what_is_no_number():
         assert torch.equal(got[0], x[0]) and bool(got[1].isnan().all())
 
 
-def test_a_slot_is_stored_the_same_whenever_it_comes():
+def test_the_bytes_of_a_slot_tell_the_format():
+    for form in KV_FORMATS.values():
+        for dim in range(2, 600, 2):
+            if form.holds(dim):
+                assert format_of(form.slot_bytes(dim)) == (form, dim)
+    assert FP4_E2M1.slot_bytes(64) == 32 + 4 and FP4_E2M1.slot_bytes(80) == 40 + 6
+    assert format_of(12) is None and format_of(0) is None
+
+
+def test_in_4_bits_numbers_are_the_nearest_of_eight_by_a_scale_of_16():
+    """Against a search one by one; scales are e4m3, of the largest by 6."""
+    steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    x = torch.randn(40, 48, generator=torch.Generator().manual_seed(5))
+    x = x * torch.logspace(-1, 2, 40).unsqueeze(1)
+    x[3] = 0
+    numbers, scales = quantized.encode(x, FP4_E2M1)
+    assert (numbers.shape, scales.shape) == ((40, 24), (40, 4))
+    got = quantized.decode(numbers, scales, FP4_E2M1)
+    for block, found in zip(x.view(-1, 16), got.view(-1, 16), strict=True):
+        scale = (block.abs().max() / 6).to(torch.float8_e4m3fn).float()
+        nearest = (block.abs()[:, None] - steps * scale).abs().argmin(dim=1)
+        assert torch.allclose(found, steps[nearest] * scale * block.sign())
+    x[0, 20], x[1, 0] = math.inf, math.nan
+    bad = quantized.decode(*quantized.encode(x, FP4_E2M1), FP4_E2M1).isnan()
+    assert torch.equal(bad.view(-1, 16).all(1).nonzero().flatten(), torch.tensor([1, 3]))
+    assert int(bad.sum()) == 32
+
+
+@pytest.mark.parametrize("form", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_a_slot_is_stored_the_same_whenever_it_comes(form):
     """Alone or with others, first or last in its page, into a fresh or a used page."""
+    width = form.slot_bytes(16)
     g = torch.Generator().manual_seed(2)
     k, v = (torch.randn(24, 2, 16, generator=g) * torch.rand(24, 1, 1, generator=g) for _ in "kv")
     location = torch.randperm(40, generator=g)[:24]
     caches = []
     for cuts in ((24,), (1,) * 24, (5, 7, 12)):
-        pair = [torch.full((5, 2, 8, 17), 255, dtype=torch.uint8) for _ in "kv"]
+        pair = [torch.full((5, 2, 8, width), 255, dtype=torch.uint8) for _ in "kv"]
         if cuts == (5, 7, 12):
             pair = [torch.randint(0, 99, cache.shape, dtype=torch.uint8) for cache in pair]
         at = 0
@@ -72,7 +104,8 @@ def test_a_slot_is_stored_the_same_whenever_it_comes():
     page, inner = torch.arange(24), location % 8
     for pair in caches:
         for stored, given in zip(pair, (k, v), strict=True):
-            assert torch.equal(stored[page, :, inner], worth(given))
+            wanted = quantized.decode(*quantized.encode(given, form), form)
+            assert torch.equal(stored[page, :, inner], wanted)
 
 
 def whole(cache):
@@ -113,9 +146,10 @@ def calls(paged: Paged, dtype: torch.dtype, group: int) -> dict[str, Arguments]:
 READERS = list(calls(Make().paged((9,), 1, 4, 16), torch.float32, 1))
 
 
+@pytest.mark.parametrize("form", KV_FORMATS.values(), ids=KV_FORMATS)
 @pytest.mark.parametrize("name", READERS)
-def test_ops_read_what_it_is_worth(name, device):
-    stored = Make(device).paged((41, 3, 20), 2, 8, 16).quantized()
+def test_ops_read_what_it_is_worth(name, form, device):
+    stored = Make(device).paged((41, 3, 20), 2, 8, 16).quantized(form)
     given = calls(stored, torch.float32, 4)[name]
     expected = calls(plain(stored), torch.float32, 4)[name]
     op = getattr(ops, name)
