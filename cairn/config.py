@@ -64,8 +64,9 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
             prefill: chunks are sized by measured step times. None: chunks keep their size.
         enable_prefix_caching: pages of finished work serve later requests.
         load_format: "auto" reads the folder's weights; "random" draws them (benchmarks).
-        quantization: "auto": as the checkpoint is; "fp8": matrices of one that is not quantised
-            become e4m3 with a scale for each row when they are read.
+        quantization: "auto": as the checkpoint is, experts in fp4 dequantised when they are read;
+            "fp8": matrices of one that is not quantised become e4m3 with a scale for each row when
+            they are read; "fp4": experts in fp4 are dequantised when they run.
         tensor_parallel_size: ranks that hold the model together: GPUs, or on the CPU processes.
     """
 
@@ -85,14 +86,14 @@ class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
     itl_target_ms: float | None = None
     enable_prefix_caching: bool = True
     load_format: Literal["auto", "random"] = "auto"
-    quantization: Literal["auto", "fp8"] = "auto"
+    quantization: Literal["auto", "fp8", "fp4"] = "auto"
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("load_format", self.load_format, ("auto", "random"))
-        _one_of("quantization", self.quantization, ("auto", "fp8"))
+        _one_of("quantization", self.quantization, ("auto", "fp8", "fp4"))
         for name in ("max_model_len", "page_size", "max_num_seqs", "tensor_parallel_size"):
             _positive(name, getattr(self, name))
         _positive("chunked_prefill_size", self.chunked_prefill_size)
@@ -233,6 +234,12 @@ def _resolve_dtype(
 def _resolve_quantization(options: EngineOptions, model: ModelSpec) -> ModelSpec:
     if options.quantization == "auto":
         return model
+    if options.quantization == "fp4":
+        if model.quantization is None or model.quantization.experts != "fp4":
+            raise BadConfig(
+                "quantization is fp4, but the checkpoint has no experts in fp4", "Use auto"
+            )
+        return replace(model, quantization=replace(model.quantization, packed=True))
     if model.quantization is not None:
         raise BadConfig(
             f"quantization is {options.quantization}, but the checkpoint is quantised already",

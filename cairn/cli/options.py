@@ -242,9 +242,10 @@ ENGINE = (
     ),
     click.option(
         "--quantization",
-        type=click.Choice(["auto", "fp8"]),
-        help="fp8: matrices of a checkpoint that is not quantised become fp8 on load.  "
-        "[default: auto]",
+        type=click.Choice(["auto", "fp8", "fp4"]),
+        help="fp8: matrices of a checkpoint that is not quantised become fp8 on load. "
+        "fp4: experts in fp4 (DeepSeek-V4) are dequantised when they run, not on load, and take "
+        "a quarter of the memory.  [default: auto]",
     ),
 )
 

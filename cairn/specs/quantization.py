@@ -44,6 +44,7 @@ class QuantizationSpec:
         scale_name: of scales, behind the matrix's; "fp8_block" only.
         experts: how matrices of experts are stored: as others, or "fp4", e2m1 codes with an e8m0
             scale for every 32 columns; "fp8_block" only.
+        packed: such experts stay so in memory and are dequantised when they run.
         stored: of "stored".
         patterns: regular expressions of further modules that are not quantised.
     """
@@ -53,6 +54,7 @@ class QuantizationSpec:
     plain: tuple[str, ...] = ()
     scale_name: str = "weight_scale_inv"
     experts: Literal["block", "fp4"] = "block"
+    packed: bool = False
     stored: StoredFormat | None = None
     patterns: tuple[str, ...] = ()
 

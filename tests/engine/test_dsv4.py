@@ -144,14 +144,24 @@ def test_quantised_checkpoints_give_the_logits_of_what_they_hold(tmp_path):
     logits = Reference(config, plain).logits(prompt)
     error = np.abs(got.prompt_logprobs - logits.log_softmax(-1).numpy()[:-1]).max()
     assert error < BOUND * logits.abs().max().item()
+    packed = engine(str(tmp_path), quantization="fp4", **OPTIONS)
+    (kept,) = run(packed, [prompt], greedy(4, prompt_logprobs=True))
+    assert_same(kept, got)
+    experts = packed.runner.model.layers[1].ffn
+    # 6 experts of three matrices: 4 bits a number, and 8 for every 32 or fewer of a row.
+    assert experts.gate_up.weight.nbytes + experts.down.weight.nbytes == 6 * 3 * 64 * 160 // 2
+    assert experts.gate_up.scale.nbytes + experts.down.scale.nbytes == 6 * (128 * 5 + 160 * 2)
     missing = next(name for name in stored if name.endswith("w1.scale"))
     stored.pop(missing)
     write(tmp_path, config | QUANTISED, stored)
-    with pytest.raises(BadModel, match=missing):
-        engine(str(tmp_path), **OPTIONS)
+    for quantization in ("auto", "fp4"):
+        with pytest.raises(BadModel, match=missing):
+            engine(str(tmp_path), quantization=quantization, **OPTIONS)
 
 
 def test_formats_that_do_not_hold_records_are_refused(model):
+    with pytest.raises(BadConfig, match="quantization is fp4, but the checkpoint has no experts"):
+        engine(str(model[0]), **OPTIONS | {"quantization": "fp4"})
     for kind, match in (
         ("fp8_e4m3", "fp8_ds, or auto"),
         ("fp8_ds", "an odd number of tiles"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cairn.layers.schemes.base import PlainScheme, Scheme
-from cairn.layers.schemes.fp4_experts import Fp4AtLoad
+from cairn.layers.schemes.fp4_experts import Fp4AtLoad, Fp4Scheme
 from cairn.layers.schemes.fp8_block import Fp8BlockScheme
 from cairn.layers.schemes.on_load import OnLoadScheme
 from cairn.layers.schemes.stored import DequantisedScheme
@@ -23,8 +23,10 @@ def scheme_of(quantization: QuantizationSpec | None) -> Scheme:
     # A text model within another one is sometimes listed as if it stood alone.
     plain = frozenset(name.replace(NESTED, "") for name in quantization.plain)
     if quantization.scheme == "fp8_block":
-        fp4 = quantization.experts == "fp4"
-        experts = Fp4AtLoad(quantization.scale_name) if fp4 else None
+        experts: Scheme | None = None
+        if quantization.experts == "fp4":
+            kept = Fp4Scheme if quantization.packed else Fp4AtLoad
+            experts = kept(quantization.scale_name)
         return Fp8BlockScheme(
             quantization.block,
             plain,

@@ -129,7 +129,7 @@ class UnpackedScheme(DequantisedScheme):
         return self
 
 
-class KeptScheme(OfCheckpoint, Scheme):
+class KeptScheme(Scheme):
     """Parameters of a map hold codes. What a device has no product for is dequantised first."""
 
     @abstractmethod
@@ -158,7 +158,7 @@ class KeptScheme(OfCheckpoint, Scheme):
         return ops.fused_experts(x, first, second, weights, ids, swiglu_limit=limit)
 
 
-class PackedScheme(KeptScheme):
+class PackedScheme(OfCheckpoint, KeptScheme):
     """Integers of 4 or 8 bits in words, with scales and zero points of groups."""
 
     bits: int
@@ -344,7 +344,7 @@ class PackedCodesScheme(PackedScheme):
         return 1
 
 
-class CodesScheme(KeptScheme):
+class CodesScheme(OfCheckpoint, KeptScheme):
     """Codes of 8 bits with a scale for each row."""
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
