@@ -17,6 +17,7 @@ from cairn.cli.eval import evaluate
 from cairn.cli.generate import generate
 from cairn.cli.inspect import inspect
 from cairn.cli.ops import ops
+from cairn.cli.ray import ray
 from cairn.cli.serve import serve
 from cairn.cli.train import train
 from cairn.errors import BadConfig, BadModel, BadRequest, CairnError
@@ -44,7 +45,9 @@ def cairn(log_level: str | None) -> None:
     log.configure(log_level)
 
 
-for _command in (serve, generate, batch, demo, inspect, doctor, ops, bench, evaluate, train):
+for _command in (
+    *(serve, generate, batch, ray, demo, inspect, doctor, ops, bench, evaluate, train),
+):
     cairn.add_command(_command)
 
 

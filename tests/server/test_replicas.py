@@ -122,6 +122,8 @@ def admin(state):
 def test_operators_see_each_replica(state, runner):
     async def run():
         api = create_app(state)
+        one = SamplingParams(max_tokens=1)
+        await asyncio.gather(*(collect(state.client.submit([1], one)) for _ in range(2)))
         await until(lambda: all(engine.stats.steps for engine in state.client.engines))
         metrics = (await asked(api, "GET", "/metrics")).text
         ledgers = (await asked(admin(state), "GET", "/admin/cache")).json()

@@ -1,0 +1,139 @@
+"""The API on Ray Serve: replicas with an engine each, which Ray places, watches and starts again.
+
+Needs `pip install 'cairn-llm[ray]'`. Only the public API of ray.serve is used.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from cairn.config import EngineOptions
+from cairn.errors import BadConfig
+from cairn.models.registry import load_spec
+from cairn.names import checked_keywords
+from cairn.obs.trace import Tracer
+from cairn.server.app import create_app
+from cairn.server.hosts import HostCheck
+from cairn.server.loading import close, load, new_state
+from cairn.server.options import ServerOptions
+from cairn.server.report import Say
+
+NAME = "cairn"
+STOP_SECONDS = 2.0
+TABLES = ("engine", "server", "resources", "autoscaling")
+
+
+@checked_keywords
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a file says: a TOML document with these names.
+
+    Attributes:
+        model: the model folder, the same on every node.
+        replicas: servers with an engine each.
+        engine: options of each engine, as keywords of `cairn.LLM`.
+        server: options of each server, as fields of ServerOptions; host and port are Ray's proxy's.
+        resources: what a replica takes of a node, as Ray's `ray_actor_options`: num_gpus, num_cpus.
+        autoscaling: Ray's `autoscaling_config`, in place of `replicas`.
+    """
+
+    model: str
+    replicas: int = 1
+    engine: dict[str, Any] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
+    autoscaling: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in TABLES:
+            if not isinstance(getattr(self, name), dict):
+                raise BadConfig(f"{name} is {getattr(self, name)!r}", f"Write a table [{name}]")
+        if not isinstance(self.model, str):
+            raise BadConfig(f"model is {self.model!r}", "Give the folder of a model")
+        if type(self.replicas) is not int or self.replicas < 1:
+            raise BadConfig(f"replicas must be an integer >= 1, not {self.replicas!r}")
+        # Refused here, not on another machine.
+        self.options()
+
+    def options(self) -> tuple[EngineOptions, ServerOptions]:
+        """Those of a replica. Raises BadConfig for what is impossible."""
+        server: dict[str, Any]
+        server = {k: tuple(v) if isinstance(v, list) else v for k, v in self.server.items()}
+        return EngineOptions(**self.engine), ServerOptions(**server)
+
+
+def read_plan(file: Path) -> Plan:
+    """Read a file. Raises BadConfig for one that is no plan."""
+    try:
+        found = tomllib.loads(file.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadConfig(f"{file} is no TOML: {error}") from None
+    if "model" not in found:
+        raise BadConfig(f"{file} names no model", 'Write model = "FOLDER"')
+    return Plan(**found)
+
+
+class Replica:
+    """A server in an actor of Ray, for `ray.serve.ingress`; the engine is a process beside it."""
+
+    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Ray awaits it
+        engine, options = plan.options()
+        model = Path(plan.model)
+        self._state = new_state(model, engine, options, Tracer(options.trace))
+        await load(self._state, model, lambda name, seconds: None)
+        self._state.loaded = True
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return create_app(self._state, HostCheck.of(self._state.options, self._state.options.host))
+
+    def check_health(self) -> None:
+        """Asked by Ray, which starts a replica again when this raises. Raises EngineDead."""
+        if self._state.client.dead is not None:
+            raise self._state.client.dead.again()
+
+    async def __del__(self) -> None:
+        await self._state.client.stop(STOP_SECONDS)
+        close(self._state)
+
+
+def application(plan: Plan) -> Any:
+    """The deployment of a plan, for `ray.serve.run` or a config file of Ray Serve."""
+    from ray import serve
+
+    engine, options = plan.options()
+    how_many: dict[str, Any] = {"num_replicas": plan.replicas}
+    if plan.autoscaling:
+        how_many = {"autoscaling_config": plan.autoscaling}
+    deployment = serve.deployment(
+        serve.ingress()(Replica),
+        name=NAME,
+        ray_actor_options=plan.resources,
+        # The engine queues requests, and refuses what is too much.
+        max_ongoing_requests=engine.max_num_seqs + options.max_waiting,
+        graceful_shutdown_timeout_s=options.shutdown_timeout,
+        **how_many,
+    )
+    return deployment.bind(plan)
+
+
+def serve_on_ray(plan: Plan, say: Say) -> None:
+    """Serve on the cluster that RAY_ADDRESS names, or on one of this machine alone, until a signal.
+
+    Raises:
+        BadConfig: Ray is not installed.
+        BadModel: the model folder cannot be served.
+    """
+    try:
+        from ray import serve
+    except ImportError:
+        raise BadConfig("Ray is not installed", "pip install 'cairn-llm[ray]'") from None
+    load_spec(Path(plan.model))
+    _, options = plan.options()
+    serve.start(http_options={"host": options.host, "port": options.port})
+    say(f"http://{options.host}:{options.port} serves when every replica has started")
+    serve.run(application(plan), name=NAME, blocking=True)

@@ -1,0 +1,125 @@
+"""Plans for Ray Serve and, where Ray is installed, a cluster of this machine that serves one."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from cairn.errors import BadConfig, BadRequest
+from cairn.server.ray import read_plan
+from tests.engine.children import MODEL
+from tests.server.running import PROGRAM
+
+PLAN = f"""
+model = "{MODEL}"
+replicas = 2
+
+[engine]
+device = "cpu"
+dtype = "float32"
+kv_cache_memory = "16MiB"
+
+[server]
+port = 8765
+served_model_name = "tiny"
+allowed_hosts = ["127.0.0.1"]
+
+[resources]
+num_cpus = 0.5
+"""
+URL = "http://127.0.0.1:8765"
+START_SECONDS = 400
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "plan.toml"
+    file.write_text(text)
+    return file
+
+
+def test_a_plan_is_read(tmp_path):
+    plan = read_plan(written(tmp_path, PLAN))
+    engine, server = plan.options()
+    assert (plan.replicas, plan.resources) == (2, {"num_cpus": 0.5})
+    assert (engine.device, server.served_model_names) == ("cpu", ("tiny",))
+    assert server.allowed_hosts == ("127.0.0.1",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model", "is no TOML"),
+        ("replicas = 2", "names no model"),
+        ('model = "m"\nreplica = 2', "no option 'replica'. Did you mean 'replicas'"),
+        ('model = "m"\nreplicas = 0', "replicas must be an integer >= 1, not 0"),
+        ('model = "m"\nengine = 3', r"Write a table \[engine\]"),
+        ('model = "m"\n[engine]\ndevice = "tpu"', "device is 'tpu'"),
+        ('model = "m"\n[server]\nmax_m = 1', "no option 'max_m'. Did you mean 'max_n'"),
+    ],
+)
+def test_what_is_no_plan_is_refused(tmp_path, text, message):
+    with pytest.raises((BadConfig, BadRequest), match=message):
+        read_plan(written(tmp_path, text))
+
+
+def engines() -> set[int]:
+    """Processes of engines whose model is served on Ray."""
+    found = set()
+    for process in psutil.process_iter(["cmdline"]):
+        if "cairn.engine.process" in (process.info["cmdline"] or ()):
+            parent = process.parent()
+            if parent is not None and "ray::" in " ".join(parent.cmdline()):
+                found.add(process.pid)
+    return found
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + START_SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    return found
+
+
+def complete(**fields):
+    body = {"model": "tiny", "prompt": "The stones", "max_tokens": 8, "temperature": 0, **fields}
+    try:
+        return httpx.post(f"{URL}/v1/completions", json=body, timeout=60)
+    except httpx.TransportError:
+        return None
+
+
+def served():
+    answer = complete()
+    return answer if answer is not None and answer.status_code == 200 else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * START_SECONDS)
+def test_replicas_on_ray_serve_and_come_back(tmp_path):
+    pytest.importorskip("ray.serve")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "ray", "serve", str(written(tmp_path, PLAN))],
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+    )
+    try:
+        wait_for(lambda: len(engines()) == 2 and served())
+        first = served().json()["choices"][0]["text"]
+        stream = complete(stream=True)
+        assert stream.text.rstrip().endswith("data: [DONE]")
+        lost, kept = sorted(engines())
+        os.kill(lost, signal.SIGKILL)
+        wait_for(lambda: len(engines()) == 2 and lost not in engines())
+        assert kept in engines()
+        wait_for(served)
+        assert {served().json()["choices"][0]["text"] for _ in range(6)} == {first}
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(120)
+    wait_for(lambda: not engines())
