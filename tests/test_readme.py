@@ -35,6 +35,7 @@ def test_the_example_of_ops_prints_what_stands_below_it() -> None:
         ("sh", "make cofee", "no target 'cofee'"),
         ("sh", "if then", "syntax error"),
         ("json", "{", "Expecting"),
+        ("toml", "modell = 'm'", "names no model"),
         ("yaml", "a: [", "expected"),
         ("yaml", "spec: [{args: [serve, --port, 1]}]", "texts only"),
         ("yaml", "spec: [{args: [serve, --portt, '1']}]", "No such option"),

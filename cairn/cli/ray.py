@@ -15,11 +15,11 @@ def ray() -> None:
 @ray.command()
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 def serve(file: Path) -> None:
-    """Serve the model of FILE on Ray Serve, until Ctrl-C.
+    """Serve the model of FILE on Ray Serve, until SIGTERM or Ctrl-C.
 
     FILE is TOML: model, replicas or [autoscaling], [engine], [server] and [resources]; see
     docs/deployment.md. RAY_ADDRESS names the cluster; without one there is one of this machine.
     """
-    from cairn.server.ray import read_plan, serve_on_ray
+    from cairn.server.ray import plan_of, serve_on_ray
 
-    serve_on_ray(read_plan(file), click.echo)
+    serve_on_ray(plan_of(file.read_text("utf-8")), click.echo)

@@ -5,6 +5,7 @@ Needs `pip install 'cairn-llm[ray]'`. Only the public API of ray.serve is used.
 
 from __future__ import annotations
 
+import signal
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ from cairn.server.report import Say
 
 NAME = "cairn"
 STOP_SECONDS = 2.0
+HEALTH_SECONDS = 2.0
+"""Between two checks; Ray ends a replica that fails three in a row."""
 TABLES = ("engine", "server", "resources", "autoscaling")
 
 
@@ -67,14 +70,14 @@ class Plan:
         return EngineOptions(**self.engine), ServerOptions(**server)
 
 
-def read_plan(file: Path) -> Plan:
-    """Read a file. Raises BadConfig for one that is no plan."""
+def plan_of(text: str) -> Plan:
+    """Read a plan. Raises BadConfig or BadRequest for a text that is none."""
     try:
-        found = tomllib.loads(file.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadConfig(f"{file} is no TOML: {error}") from None
+        found = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadConfig(f"the plan is no TOML: {error}") from None
     if "model" not in found:
-        raise BadConfig(f"{file} names no model", 'Write model = "FOLDER"')
+        raise BadConfig("the plan names no model", 'Write model = "FOLDER"')
     return Plan(**found)
 
 
@@ -91,7 +94,7 @@ class Replica:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return create_app(self._state, HostCheck.of(self._state.options, self._state.options.host))
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Asked by Ray, which starts a replica again when this raises. Raises EngineDead."""
         if self._state.client.dead is not None:
             raise self._state.client.dead.again()
@@ -114,6 +117,7 @@ def application(plan: Plan) -> Any:
         name=NAME,
         ray_actor_options=plan.resources,
         # The engine queues requests, and refuses what is too much.
+        health_check_period_s=HEALTH_SECONDS,
         max_ongoing_requests=engine.max_num_seqs + options.max_waiting,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         **how_many,
@@ -122,11 +126,12 @@ def application(plan: Plan) -> Any:
 
 
 def serve_on_ray(plan: Plan, say: Say) -> None:
-    """Serve on the cluster that RAY_ADDRESS names, or on one of this machine alone, until a signal.
+    """Serve on the cluster that RAY_ADDRESS names, or on one of this machine alone.
 
     Raises:
         BadConfig: Ray is not installed.
         BadModel: the model folder cannot be served.
+        KeyboardInterrupt: SIGTERM or SIGINT came; nothing is served any more.
     """
     try:
         from ray import serve
@@ -135,5 +140,11 @@ def serve_on_ray(plan: Plan, say: Say) -> None:
     load_spec(Path(plan.model))
     _, options = plan.options()
     serve.start(http_options={"host": options.host, "port": options.port})
-    say(f"http://{options.host}:{options.port} serves when every replica has started")
-    serve.run(application(plan), name=NAME, blocking=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        serve.run(application(plan), name=NAME)
+        say(f"ready: http://{options.host}:{options.port}")
+        signal.pause()
+    finally:
+        serve.delete(NAME)

@@ -7,8 +7,8 @@
 - A line of a block marked `sh` that begins with `cairn` is parsed by the command line without being
   run: the command and its options must exist, their values must be of the right type. `curl` of the
   API runs against the server; `make` must name a target. The whole block must be valid shell.
-- A block marked `json` must be JSON, one marked `yaml` YAML. What a `yaml` file and a `dockerfile`
-  give to the image, whose entry point is `cairn`, is parsed as above.
+- A block marked `json` must be JSON, one marked `toml` a plan of `cairn ray serve`. What a `yaml`
+  file and a `dockerfile` give to the image, whose entry point is `cairn`, is parsed as above.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import click
 import yaml
 
 from cairn.cli.main import cairn
+from cairn.errors import CairnError
+from cairn.server.ray import plan_of
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(?P<kind>[^\n`]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -215,6 +217,11 @@ def check(block: Block, wanted: str | None, run: bool, with_server: bool) -> Non
         try:
             json.loads(block.text)
         except ValueError as error:
+            raise Broken(f"{block.place}: {error}") from None
+    elif kind[:1] == ["toml"]:
+        try:
+            plan_of(block.text)
+        except CairnError as error:
             raise Broken(f"{block.place}: {error}") from None
     elif kind[:1] == ["yaml"]:
         check_yaml(block)
