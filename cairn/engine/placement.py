@@ -21,16 +21,17 @@ def share_threads(replicas: int) -> None:
 
 
 def placed(launch: Launch) -> EngineOptions:
-    """The options of this engine: a GPU of its own, or its share of the host's memory.
+    """The options of this engine: GPUs of its own, or its share of the host's memory.
 
     Raises:
-        BadConfig: fewer GPUs than engines, or a GPU that they would share.
+        BadConfig: fewer GPUs than the engines take, or a GPU that they would share.
     """
     import torch
 
     from cairn.engine.build import free_host_memory
 
     options, replicas = launch.options, launch.replicas
+    ranks = options.tensor_parallel_size
     if replicas == 1:
         return options
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
@@ -38,17 +39,19 @@ def placed(launch: Launch) -> EngineOptions:
         if options.gpu_memory_utilization is not None:
             # Refused when the options are resolved.
             return options
-        memory = options.kv_cache_memory or int(free_host_memory() * HOST_SHARE) // replicas
+        share = int(free_host_memory() * HOST_SHARE) // (replicas * ranks)
+        memory = options.kv_cache_memory or share
         return replace(options, kv_cache_memory=memory)
     if ":" in options.device:
         raise BadConfig(
             f"device is {options.device!r}, but data_parallel_size is {replicas}, and each replica "
-            "takes a GPU of its own",
+            "takes GPUs of its own",
             "Use auto, and choose the GPUs by CUDA_VISIBLE_DEVICES",
         )
-    if gpus < replicas:
+    if gpus < replicas * ranks:
         raise BadConfig(
-            f"data_parallel_size is {replicas}, but there are {gpus} GPUs",
-            f"Use at most {gpus}",
+            f"data_parallel_size {replicas} with tensor_parallel_size {ranks} takes "
+            f"{replicas * ranks} GPUs, but there are {gpus}",
+            "Lower one of them",
         )
-    return replace(options, device=f"cuda:{launch.replica}")
+    return replace(options, device=f"cuda:{launch.replica * ranks}")
