@@ -11,7 +11,9 @@ import random
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from cairn.cache.invariants import check
 from cairn.cache.paged import Lease
@@ -126,6 +128,28 @@ def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed
                 assert_same(found, wanted)
     built.core.cache.close(hostage)
     assert all_pages_back(built.core)
+
+
+@pytest.mark.parametrize("family", ["landmarks and windows", "recurrent", "latent in 8 bits"])
+def test_what_memory_held_before_a_start_changes_no_bit(family: str, monkeypatch) -> None:
+    """Tensors that PyTorch allocates without filling them are NaN, or what happens to be there."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = []
+        for filled in (False, True):
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+            built = build(family)
+            prompts = [
+                text(seed, length, built.spec.vocab_size) for seed, length in enumerate((5, 90))
+            ]
+            found.append(run(built, prompts, greedy(4), budgets=[50], poisoned=False))
+        assert bool(torch.empty(3).isnan().all()), "memory was not filled"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for first, second in zip(*found, strict=True):
+        assert first.tokens == second.tokens
+        assert np.array_equal(first.logprobs, second.logprobs)
 
 
 @shows("qwen3_moe qwen3_next qwen3_5 deepseek_v32 glm_moe_dsa deepseek_v4", "overlap")

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from cairn.cache.host import PAGE
+from cairn.cache.host import PAGE, STATE, WINDOW
 from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from cairn.errors import BadConfig, OutOfMemory
@@ -69,6 +69,21 @@ def test_a_prefix_from_host_memory_gives_the_bits_of_one_on_the_device(family: s
     give_up_all(built)
     assert records.intact(PAGE, host.slots[PAGE].kept[name])
     assert_same_bits(run(built, [prompt], greedy(6))[0], warm)
+
+
+@pytest.mark.parametrize(("family", "kind"), [(LANDMARKS, WINDOW), ("recurrent", STATE)])
+def test_pages_alone_are_no_hit_where_windows_or_states_are_missing(family: str, kind: int) -> None:
+    built = build(family, kv_host_memory="8MiB")
+    core, host = built.core, built.core.cache.host
+    assert host is not None
+    prompt = text(1, 3 * core.cache.slots.tokens_per_page + 3, built.spec.vocab_size)
+    cold, warm = (run(built, [prompt], greedy(6))[0] for _ in range(2))
+    give_up_all(built)
+    for name in list(host.slots[kind].kept):
+        host.slots[kind].forget(name)
+    again = run(built, [prompt], greedy(6))[0]
+    assert host.slots[PAGE].kept and warm.cached > again.cached == 0
+    assert_same_bits(again, cold)
 
 
 @pytest.mark.parametrize("windows", [0, 12])
