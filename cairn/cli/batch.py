@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from cairn.cli.options import (
+    REPLICAS,
     engine_arguments,
     engine_options,
     model_argument,
@@ -39,8 +40,12 @@ OPTIONS = (
         "--reasoning-parser", metavar="NAME", help="As in `cairn serve`.  [default: auto]"
     ),
     sampling_defaults_option,
+    *REPLICAS,
 )
-SERVER_NAMES = ("served_model_name", "tool_parser", "reasoning_parser", "sampling_defaults")
+SERVER_NAMES = (
+    *("served_model_name", "tool_parser", "reasoning_parser", "sampling_defaults"),
+    *("data_parallel_size", "load_balance_method"),
+)
 
 
 def batch_options(command: Any) -> Any:

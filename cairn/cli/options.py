@@ -249,6 +249,23 @@ ENGINE = (
     ),
 )
 
+REPLICAS = (
+    click.option(
+        "--data-parallel-size",
+        "--dp-size",
+        "-dp",
+        type=int,
+        help="Engines of the model side by side (replicas), each on GPUs of its own, on a CPU with "
+        "a share of the cores.  [default: 1]",
+    ),
+    click.option(
+        "--load-balance-method",
+        metavar="NAME",
+        help="How replicas share out prompts: auto (by the prefixes that each has seen, and by "
+        "load), round_robin or shortest_queue.  [default: auto]",
+    ),
+)
+
 SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
 
 ENGINE_NAMES = (

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from cairn.cli.options import (
+    REPLICAS,
     engine_arguments,
     engine_options,
     model_argument,
@@ -57,20 +58,7 @@ SERVER = (
         metavar="NAME",
         help="Name of the model in the API; repeatable.  [default: the folder's name]",
     ),
-    click.option(
-        "--data-parallel-size",
-        "--dp-size",
-        "-dp",
-        type=int,
-        help="Engines of the model behind this server (replicas), each on a GPU of its own, on a "
-        "CPU with a share of the cores.  [default: 1]",
-    ),
-    click.option(
-        "--load-balance-method",
-        metavar="NAME",
-        help="How replicas share out prompts: auto (by the prefixes that each has seen, and by "
-        "load), round_robin or shortest_queue.  [default: auto]",
-    ),
+    *REPLICAS,
     click.option(
         "--max-waiting",
         type=int,

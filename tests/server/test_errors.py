@@ -22,7 +22,9 @@ def test_shape(error, status, kind, code):
 
 
 def test_retry_after():
-    assert response_of(Busy("no", retry_after=9)).headers["retry-after"] == "9"
+    for error in (Busy("no", retry_after=9), EngineDead("no", None, 9).again()):
+        assert response_of(error).headers["retry-after"] == "9"
+    assert "retry-after" not in response_of(EngineDead("no")).headers
     assert "retry-after" not in response_of(BadRequest("no")).headers
 
 

@@ -36,7 +36,8 @@ def runner():
 @pytest.fixture(scope="module")
 def served(runner):
     """The state of a server with two replicas."""
-    state = new_state(MODEL, EngineOptions(**OPTIONS, seed=3), SERVER, Tracer(None))
+    engine = EngineOptions(**{**OPTIONS, "kv_cache_memory": "64MiB"}, seed=3)
+    state = new_state(MODEL, engine, SERVER, Tracer(None))
     phases = []
     runner.run(load(state, MODEL, lambda name, seconds: phases.append(name)))
     assert phases == ["import", "weights", "pages", "tokenizer", "warmup"]
