@@ -23,6 +23,7 @@ from cairn.attention.base import AttentionBackend, StepPlan
 from cairn.attention.batch import Batch, StepRows
 from cairn.attention.cuts import Cuts
 from cairn.attention.first_slot import draft_fields
+from cairn.attention.index_selection import IndexKeys, select_cells
 from cairn.attention.inputs import CompressedInputs, Compression, EntryInputs, IndexInputs
 from cairn.attention.mla_format import INDEX_KEY, RECORD, IndexFormat, index_field
 from cairn.cache.pools import CachePools
@@ -33,8 +34,6 @@ from cairn.specs.backends import COMPRESSED
 from cairn.specs.compressed import CompressedSpec, CompressionSpec
 
 ENTRY, INPUTS = "entry", "inputs"
-BLOCK_BYTES = 64 << 20
-"""Of scores that are made at once: they grow with the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class CompressedBackend(AttentionBackend):
         found = (spec.compression for spec in self.layers.values())
         self._rates = {own.rate for own in found if own is not None}
         groups = [pools.schema.group_of[layer] for layer in layers]
-        self._passing = {own[RECORD] for own in groups}.pop()
+        self._window_group = {own[RECORD] for own in groups}.pop()
         self._index = {
             layer: IndexFormat.of(entry, spec.compression.index_dim)
             for layer, spec in self.layers.items()
@@ -92,7 +91,8 @@ class CompressedBackend(AttentionBackend):
 
     @classmethod
     def needs(cls, spec: CompressedSpec, form: PageFormat) -> LayerSchema:
-        """Records and inputs under their windows, entries and index keys for good.
+        """Records and inputs of entries for the tokens that a window reaches; entries and index
+        keys for the whole sequence.
 
         Raises:
             BadConfig: for pages whose format does not hold them.
@@ -128,7 +128,7 @@ class CompressedBackend(AttentionBackend):
     def run(self, layer: int, inputs: CompressedInputs, plan: CompressedPlan) -> Tensor:
         """Attend: -> [T, H, D] float32, or q's dtype in a layer without entries."""
         spec, fields, q = self.layers[layer], self.pools.pages[layer], inputs.q
-        location = plan.batch.places[self._passing].location
+        location = plan.batch.places[self._window_group].location
         self._store_records(layer, inputs.kv, fields[RECORD], location)
         own, given = spec.compression, inputs.entries
         cells, length = plan.windows[spec.window]
@@ -151,7 +151,7 @@ class CompressedBackend(AttentionBackend):
         return merged
 
     def _window(self, batch: Batch, window: int) -> tuple[Tensor, Tensor]:
-        size, table = self.pools.schema.page_size, batch.places[self._passing].page_table
+        size, table = self.pools.schema.page_size, batch.places[self._window_group].page_table
         back = torch.arange(window, device=batch.slot.device)
         slot = (batch.slot.unsqueeze(1) - back).clamp(min=0)
         cells = table[batch.row.unsqueeze(1), slot // size] * size + slot % size
@@ -176,13 +176,14 @@ class CompressedBackend(AttentionBackend):
     def _store(
         self, layer: int, given: EntryInputs, plan: CompressedPlan, dtype: torch.dtype
     ) -> None:
-        """Keep the step's inputs, and the entries and index keys, of a dtype, that tokens close."""
+        """Store the step's inputs of entries, and the entries and index keys, of a dtype, of the
+        windows that its tokens close."""
         own, fields = self.layers[layer].compression, self.pools.pages[layer]
         assert own is not None
         kept, location = fields[INPUTS], plan.entries[own.rate].location
         half, wide = given.inputs.shape[1] // 2, 2 * given.compression.bias.shape[1]
         parts = given.inputs[:, :half], given.inputs[:, half:]
-        ops.mla_kv_store(*parts, kept, plan.batch.places[self._passing].location)
+        ops.mla_kv_store(*parts, kept, plan.batch.places[self._window_group].location)
         entry = self._made(kept[..., :wide], given.compression, plan, dtype)
         self._store_records(layer, entry, fields[ENTRY], location)
         if given.index_compression is not None and given.index is not None:
@@ -200,7 +201,7 @@ class CompressedBackend(AttentionBackend):
         self, inputs: Tensor, by: Compression, plan: CompressedPlan, dtype: torch.dtype
     ) -> Tensor:
         """Entries [T, d] of the windows that tokens close."""
-        batch, place = plan.batch, plan.batch.places[self._passing]
+        batch, place = plan.batch, plan.batch.places[self._window_group]
         where = inputs, place.page_table, batch.row, batch.slot
         return ops.compress_windows(*where, by.bias, by.norm, by.eps, by.cos_sin, dtype)
 
@@ -237,29 +238,16 @@ class CompressedBackend(AttentionBackend):
         plan: CompressedPlan,
     ) -> Tensor:
         """Cells [T, topk] int32 of the entries with the best scores; -1 behind them."""
-        keys, form = self.pools.pages[layer][INDEX_KEY], self._index[layer]
-        q, weights, row = index.q, index.weights, plan.batch.row
-        if form.quantized:
-            q, weights = ops.index_q_quantize(q, weights, form.rotated)
-        found, most = [], max(1, BLOCK_BYTES // (4 * max(1, entries.width)))
-        for first in range(0, max(1, len(row)), most):
-            part = slice(first, first + most)
-            own_row, seen = row[part], entries.seen[part]
-            logits = ops.paged_mqa_logits(
-                q[part],
-                weights[part],
-                keys,
-                entries.page_table,
-                own_row,
-                seen,
-                entries.width,
-                form.preshuffled,
-                least=own.topk,
-                chunked=plan.cuts.chunked,
-            )
-            given = (None, entries.page_table, own_row, entries.size)
-            found.append(ops.select_topk(logits, seen, own.topk, *given))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        keys = IndexKeys(
+            self.pools.pages[layer][INDEX_KEY],
+            self._index[layer],
+            entries.page_table,
+            entries.size,
+            plan.batch.row,
+            entries.seen,
+            entries.width,
+        )
+        return select_cells(index, keys, own.topk, plan.cuts.chunked)
 
 
 def _record(spec: CompressedSpec, form: PageFormat) -> tuple[int, torch.dtype]:

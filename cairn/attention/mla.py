@@ -18,6 +18,7 @@ from cairn.attention.base import AttentionBackend, StepPlan
 from cairn.attention.batch import Batch, PagePlace, StepRows
 from cairn.attention.cuts import Cuts
 from cairn.attention.first_slot import cleared, draft_fields, without_first
+from cairn.attention.index_selection import IndexKeys, select_cells
 from cairn.attention.inputs import IndexInputs, MlaInputs
 from cairn.attention.mla_format import (
     INDEX_KEY,
@@ -30,9 +31,6 @@ from cairn.cache.pools import CachePools
 from cairn.cache.schema import LayerSchema, PageFormat
 from cairn.specs.backends import MLA
 from cairn.specs.mla import MlaSpec
-
-BLOCK_BYTES = 64 << 20
-"""Of scores that are made at once: they grow with the context."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,28 +133,16 @@ class MlaBackend(AttentionBackend):
 
     def _selected(self, layer: int, index: IndexInputs, topk: int, plan: MlaPlan) -> Tensor:
         """Cells [T, topk] int32 of the tokens with the best scores; -1 behind them."""
-        keys, form = self.pools.pages[layer][INDEX_KEY], self._index[layer]
-        table, row, context = plan.place.page_table, plan.batch.row, plan.context
-        q, weights = index.q, index.weights
-        if form.quantized:
-            q, weights = ops.index_q_quantize(q, weights, form.rotated)
-        found = []
-        for part in _blocks(len(context), plan.width):
-            own, seen = row[part], context[part]
-            logits = ops.paged_mqa_logits(
-                q[part],
-                weights[part],
-                keys,
-                table,
-                own,
-                seen,
-                plan.width,
-                form.preshuffled,
-                least=topk,
-                chunked=plan.cuts.chunked,
-            )
-            found.append(ops.select_topk(logits, seen, topk, None, table, own, self._page_size))
-        return found[0] if len(found) == 1 else torch.cat(found)
+        keys = IndexKeys(
+            self.pools.pages[layer][INDEX_KEY],
+            self._index[layer],
+            plan.place.page_table,
+            self._page_size,
+            plan.batch.row,
+            plan.context,
+            plan.width,
+        )
+        return select_cells(index, keys, topk, plan.cuts.chunked)
 
     @property
     def _page_size(self) -> int:
@@ -170,9 +156,3 @@ def _without_first(inputs: MlaInputs, slot: Tensor) -> MlaInputs:
     if index is not None and index.k is not None:
         index = replace(index, k=cleared(index.k, slot))
     return replace(inputs, latent=latent, k_pe=k_pe, index=index)
-
-
-def _blocks(tokens: int, width: int) -> list[slice]:
-    """So many queries in parts, of which 4 bytes for each of `width` tokens fit in BLOCK_BYTES."""
-    most = max(1, BLOCK_BYTES // (4 * max(1, width)))
-    return [slice(first, first + most) for first in range(0, max(1, tokens), most)]

@@ -111,7 +111,7 @@ def test_selecting_sharing_and_dense_layers(block_bytes, padding):
     for layer, mixer in zip(run.layers, mixers, strict=True):
         inputs = drawn(len(batch.slot), mixer.indexer is not None)
         index = inputs.index or index
-        with patch("cairn.attention.mla.BLOCK_BYTES", block_bytes):
+        with patch("cairn.attention.index_selection.BLOCK_BYTES", block_bytes):
             o = layer.run(inputs)
         wanted = expected(inputs, batch, None if mixer.topk is None else index)
         torch.testing.assert_close(o, wanted, rtol=1e-4, atol=1e-5)

@@ -153,13 +153,16 @@ def logits_of(
 
 
 @gluon.jit
-def risen(base, logits):
-    """What rows' weights are relative to from a block on, see RISE, and whether any row's changes.
+def risen(base, logits, rise: gl.constexpr):
+    """What rows' weights are relative to from a block on, and whether any row's changes.
 
     Each row has its own, whatever the others: only the work is left out where none changes.
+
+    Args:
+        rise: see RISE.
     """
     top = gl.max(logits, 1)
-    higher = gl.where(top > base + RISE, top, base)
+    higher = gl.where(top > base + rise, top, base)
     return higher, gl.max((higher != base).to(gl.int32), 0)
 
 
@@ -250,7 +253,7 @@ def first_group(
         zero = unknown_zero(pair)
         inside = length - (begin + 2 * pair) * 64
         logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 0)
-        higher, changed = risen(base, logits)
+        higher, changed = risen(base, logits, RISE)
         weight, summand = rounded(gl.exp2(logits - base_of(higher)[:, None]), cached)
         hand_over(exchange, weight, higher, changed, 0)
         acc, total = raised(acc, total, base, higher, changed)
@@ -289,7 +292,7 @@ def second_group(
         acc, total = raised(acc, total, base, higher, changed)
         # The other group's weights first: its block is then done with.
         acc = multiply(weights.index(zero), cached.index(1 + zero), acc)
-        base, changed = risen(higher, logits)
+        base, changed = risen(higher, logits, RISE)
         weight, summand = rounded(gl.exp2(logits - base_of(base)[:, None]), cached)
         hand_over(exchange, weight, base, changed, 1)
         acc = summed(acc, free.index(1))

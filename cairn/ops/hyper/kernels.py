@@ -52,8 +52,8 @@ def picked(y, column, wanted):
 
 @triton.jit
 def mixing(logits, eps, iterations):
-    """Logits [CP, CP], -inf where they only pad, become a matrix whose rows and columns sum up to
-    1, nearly."""
+    """softmax of the rows of logits [CP, CP], which are -inf in the padding, then rows and columns
+    divided by their sums in turn (Sinkhorn): [CP, CP]."""
     best = tl.max(logits, 1)
     best = tl.where(best == float("-inf"), 0.0, best)
     power = tl.exp(logits - best[:, None])
@@ -107,14 +107,14 @@ def gather_kernel(
             entering = 2.0 / (1.0 + tl.exp(-entering))
             tl.store(post + token * COUNT + number, entering, mask=alive)
             cell = tl.arange(0, CP * CP)
-            from_to = cell // CP * COUNT + cell % CP
-            logits = picked(y, column, 2 * COUNT + from_to) * tl.load(scale + 2)
+            element = cell // CP * COUNT + cell % CP
+            logits = picked(y, column, 2 * COUNT + element) * tl.load(scale + 2)
             inside = (cell // CP < COUNT) & (cell % CP < COUNT)
-            logits += tl.load(base + 2 * COUNT + from_to, mask=inside, other=0.0)
+            logits += tl.load(base + 2 * COUNT + element, mask=inside, other=0.0)
             logits = tl.where(inside, logits, float("-inf"))
             made = mixing(tl.reshape(logits, (CP, CP)), eps, iterations)
-            of_mix = mix + token * COUNT * COUNT + number[:, None] * COUNT + number[None, :]
-            tl.store(of_mix, made, mask=alive[:, None] & alive[None, :])
+            to = mix + token * COUNT * COUNT + number[:, None] * COUNT + number[None, :]
+            tl.store(to, made, mask=alive[:, None] & alive[None, :])
 
 
 @triton.jit(early=())
