@@ -42,7 +42,7 @@ FEATURES = {
     "CUDA graph": "steps run as CUDA graphs, with the same tokens as without",
     "speculation": "drafted tokens are verified, with the same tokens as without",
     "images": "prompts with images and videos give the reference's logits",
-    "TP": "tensor parallelism over several GPUs",
+    "TP": "a model divided between two ranks (`--tensor-parallel-size`) gives what it gives whole",
     "PD": "prefill and decode in different processes",
     "host prefix cache": "a prefix that the device gave up comes back from host memory bit for bit",
 }

@@ -8,6 +8,7 @@ that the Fatal says. torch is imported after the first heartbeat.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -34,7 +35,15 @@ from cairn.engine.messages import (
     Stats,
 )
 from cairn.engine.placement import placed, share_threads
-from cairn.errors import BadConfig, BadModel, BadRequest, CairnError, InvariantError, OutOfMemory
+from cairn.errors import (
+    BadConfig,
+    BadModel,
+    BadRequest,
+    CairnError,
+    EngineDead,
+    InvariantError,
+    OutOfMemory,
+)
 from cairn.obs.log import configure, get_logger
 from cairn.specs.model import selecting_window
 
@@ -53,12 +62,14 @@ class Pulse(threading.Thread):
     Attributes:
         stats: totals to tell.
         step_began: when the step in flight began (time.monotonic), None when none runs.
+        fatal: why the process must end, whatever the main thread is doing; None: it need not.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str, parent: int) -> None:
         super().__init__(name="pulse", daemon=True)
         self.stats = Stats()
         self.step_began: float | None = None
+        self.fatal: Fatal | None = None
         self._context = context
         self._folder = folder
         self._parent = parent
@@ -74,6 +85,10 @@ class Pulse(threading.Thread):
             began = self.step_began
             age = 0.0 if began is None else time.monotonic() - began
             outbox.send(encoder.encode(Heartbeat(age, self.stats)))
+            if self.fatal is not None:
+                outbox.send(encoder.encode(self.fatal))
+                time.sleep(FLUSH_MILLISECONDS / 10_000)
+                os._exit(self.fatal.exit_code)
             if self._stopped.wait(HEARTBEAT_SECONDS):
                 break
         outbox.close()
@@ -143,15 +158,21 @@ def _serve(
         send(Phase(name, now - began))
         began = now
 
-    share_threads(launch.replicas)
+    share_threads(launch.replicas * launch.options.tensor_parallel_size)
     from cairn.engine.build import build
     from cairn.engine.faults import FaultyExecutor, faults_of
     from cairn.engine.loop import EngineLoop
+    from cairn.engine.ranks import Ranks
     from cairn.engine.warmup import warm_up
+
+    def rank_ended(error: EngineDead) -> None:
+        # In a collective with it the main thread may wait for ever.
+        pulse.fatal = fatal_of(error)
 
     faults = faults_of(os.environ)
     phase_ended("import")
-    built = build(Path(launch.model), placed(launch), phase_ended)
+    start = functools.partial(Ranks, on_death=rank_ended)
+    built = build(Path(launch.model), placed(launch), phase_ended, start)
     warm_up(built)
     phase_ended("warmup")
     if faults:

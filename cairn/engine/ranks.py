@@ -59,7 +59,8 @@ class Ranks:
         self.size = size
         self.orders = OrderWriter()
         self._store, self._on_death = hold_store(), on_death
-        self._ended = threading.Event()
+        self._ended, self._failing = threading.Event(), threading.Lock()
+        self._reason: EngineDead | None = None
         self._processes = [self._spawn(rank, device) for rank in range(1, size)]
         # Also where nobody calls `close`.
         self._end = weakref.finalize(self, _end, self._processes)
@@ -91,7 +92,7 @@ class Ranks:
     def reason(self) -> EngineDead | None:
         """Why one of them is gone; None: all are there, or have been ended."""
         if self._ended.is_set():
-            return None
+            return self._reason
         deadline = time.monotonic() + 1.0
         # A connection breaks a moment before the process is gone.
         while time.monotonic() < deadline:
@@ -112,6 +113,19 @@ class Ranks:
             if reason is None or isinstance(error, EngineDead):
                 raise
             raise reason from error
+        except BaseException:
+            self.close()
+            raise
+
+    def fail(self, reason: EngineDead) -> None:
+        """End them, and tell whom it concerns why, once."""
+        with self._failing:
+            if self._ended.is_set():
+                return
+            self._reason = reason
+            self._ended.set()
+            self._on_death(reason)
+        self._end()
 
     def close(self) -> None:
         """End them, and wait for it."""
@@ -174,8 +188,8 @@ class Ranks:
         """Say when one is gone: in a collective with it, the main thread may wait for ever."""
         while not self._ended.wait(WATCHED_EVERY):
             for rank, process in enumerate(self._processes, 1):
-                if process.poll() is not None and not self._ended.is_set():
-                    self._on_death(self._death(rank, process.returncode))
+                if process.poll() is not None:
+                    self.fail(self._death(rank, process.returncode))
                     return
 
 

@@ -75,6 +75,9 @@ class Peers(Protocol):
     def reason(self) -> EngineDead | None:
         """Why one of them is gone; None: all are there."""
 
+    def fail(self, reason: EngineDead) -> None:
+        """End them, and tell whom it concerns why."""
+
     def close(self) -> None:
         """End them."""
 
@@ -116,7 +119,7 @@ class RanksExecutor:
     def ended(self, error: Exception) -> Exception:
         """End the other ranks behind an error; why one of them was gone before, or the error."""
         reason = self._peers.reason()
-        self._peers.close()
+        self._peers.fail(reason or EngineDead(f"a step failed on rank 0: {error}"))
         return reason or error
 
     def shutdown(self) -> None:

@@ -1,23 +1,55 @@
-"""A model that is divided between ranks gives what it gives in one piece."""
+"""A model that is divided between ranks gives what it gives in one piece, or says why not."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import subprocess
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 from cairn.cache.invariants import check
+from cairn.engine import ranks as module
 from cairn.engine.planned_step import Limits
-from tests.engine import dsv4
+from cairn.engine.ranks import Ranks
+from cairn.errors import BadConfig, EngineDead, InvariantError
+from cairn.models.registry import load_spec
+from cairn.models.sharding import local
+from cairn.runner.orders import OrderReader, OrderWriter
+from cairn.runner.step import DecodeWork, RowOpen, RowWork, StepPlan
+from cairn.types import Grammar, SamplingParams
+from tests.engine import children, dsv4, ranked
 from tests.engine.fakes import all_pages_back
-from tests.engine.harness import assert_same, greedy, run, text, trace
-from tests.engine.ranked import engine
+from tests.engine.harness import GOLDENS, assert_same, greedy, occupy, run, text, trace
 from tests.engine.test_families import FAMILIES
 from tests.support import shows
 
-OUTPUT = 6
+SIZES = {
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "eos_token_id": 300,
+}
+DENSE = {
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": 50},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 24, "tie_word_embeddings": False},
+    "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 20, "sliding_window": 50},
+}
+LANDMARKS = "landmarks and windows"
+OUTPUT = 5
 
 
 def built(family: str, size: int, tmp_path: Path, **options):
@@ -25,7 +57,7 @@ def built(family: str, size: int, tmp_path: Path, **options):
     if folder is None:
         (tmp_path / "config.json").write_text(json.dumps(dsv4.CONFIG), encoding="utf-8")
         folder, options = tmp_path, options | {"load_format": "random", "page_size": dsv4.PAGE}
-    return engine(folder, size, **options)
+    return ranked.engine(folder, size, **options)
 
 
 @shows("hils qwen3_moe qwen3_next qwen3_5 glm_moe_dsa deepseek_v4", "TP")
@@ -34,11 +66,11 @@ def test_two_ranks_give_what_one_gives(family: str, tmp_path: Path) -> None:
     rng = random.Random(3)
     alone, core = built(family, 1, tmp_path), built(family, 2, tmp_path).core
     vocab, base = alone.spec.vocab_size, text(1, 90, alone.spec.vocab_size)
-    # The last two find a part of the first in the prefix cache.
-    prompts = [base, text(2, 7, vocab), [*base[:70], 3], base[:80]]
+    # The last one finds a part of the first in the prefix cache.
+    prompts = [base, text(2, 7, vocab), [*base[:70], 3]]
     live = []
     while len(live) < len(prompts) or core.has_work:
-        if len(live) < len(prompts) and (rng.random() < 0.2 or not core.has_work):
+        if len(live) < len(prompts) and (rng.random() < 0.3 or not core.has_work):
             live.append(core.add(f"r{len(live)}", prompts[len(live)], greedy(OUTPUT, True)))
         core.scheduler.limits = Limits(4, rng.choice([3, 40, 1000]))
         core.step()
@@ -46,3 +78,140 @@ def test_two_ranks_give_what_one_gives(family: str, tmp_path: Path) -> None:
     for continuation, wanted in zip(live, run(alone, prompts, greedy(OUTPUT, True)), strict=True):
         assert_same(trace(continuation, vocab), wanted)
     assert all_pages_back(core)
+
+
+def dense(family: str, size: int, folder: Path, **options):
+    config = {"model_type": family} | SIZES | DENSE[family]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return ranked.engine(folder, size, load_format="random", **options)
+
+
+@shows("llama mistral qwen2 qwen3 gemma3", "TP")
+@pytest.mark.parametrize("family", DENSE)
+def test_two_ranks_of_a_dense_model(family: str, tmp_path: Path) -> None:
+    options = {"quantization": "fp8"} if family == "qwen3" else {}
+    one, two = (dense(family, size, tmp_path, **options) for size in (1, 2))
+    prompts = [text(1, 70, 300), text(2, 3, 300)]
+    found, wanted = (
+        run(each, prompts, greedy(3, True), [50], poisoned=False) for each in (two, one)
+    )
+    for mine, its in zip(found, wanted, strict=True):
+        assert_same(mine, its)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_more_ranks_than_kv_heads(family: str, tmp_path: Path) -> None:
+    prompts = [text(1, 70, 300), text(2, 3, 300)]
+    found = [
+        run(dense(family, size, tmp_path), prompts, greedy(3, True), [50], poisoned=False)
+        for size in (4, 1)
+    ]
+    for mine, its in zip(*found, strict=True):
+        assert_same(mine, its)
+
+
+def test_rank_0_alone_chooses(tmp_path: Path) -> None:
+    """Guesses, draws, penalties, masks and reports of page selection, with steps planned ahead."""
+    params = [
+        SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, selection=True),
+        SamplingParams(max_tokens=8, seed=1, ignore_eos=True, presence_penalty=1.0),
+        SamplingParams(max_tokens=8, seed=2, grammar=Grammar("regex", "[ab]+")),
+    ]
+    options = {"speculative_algorithm": "NGRAM", "max_num_seqs": 4}
+    found = []
+    for size in (1, 2):
+        engine = ranked.engine(children.MODEL, size, **options)
+        core, core.overlap = engine.core, True
+        prompt = [5, 6, 7, 8] * 20
+        live = [core.add(f"r{i}", prompt[i:], param) for i, param in enumerate(params)]
+        while core.has_work:
+            core.step()
+        assert core.scheduler.drafts.drafted > 0
+        outputs = [continuation.stream.output for continuation in live]
+        read = [[layer.pages for layer in token] for token in outputs[0].selection or []]
+        found.append(([output.token_ids for output in outputs], read))
+    assert found[0] == found[1]
+    assert found[0][1]
+
+
+def test_records_of_all_ranks_come_back_from_host_memory(tmp_path: Path) -> None:
+    core = built(LANDMARKS, 2, tmp_path, kv_host_memory="8MiB").core
+    alone = built(LANDMARKS, 1, tmp_path)
+    prompt = text(1, 4 * core.cache.slots.tokens_per_page + 3, alone.spec.vocab_size)
+    for cached in (False, True):
+        live = core.add(f"cached {cached}", prompt, greedy(OUTPUT))
+        while core.has_work:
+            core.step()
+        assert bool(live.request.cached) == cached
+        assert_same(trace(live, alone.spec.vocab_size), run(alone, [prompt], greedy(OUTPUT))[0])
+        core.cache.close(occupy(core.cache, 0))
+        assert core.cache.num_cached == 0
+
+
+def test_sizes_that_cannot_be_divided_are_refused() -> None:
+    spec = load_spec(GOLDENS / "qwen_gqa4_prior_lora_inrange")
+    with pytest.raises(BadConfig, match="tensor_parallel_size is 3, but .* Use one of 1, 2$"):
+        local(spec, 3)
+
+
+def test_orders_come_as_they_went_and_none_is_missed() -> None:
+    writer, reader = OrderWriter(), OrderReader()
+    work = RowWork(0, 4, [1, 2, 3], True, drafts=1)
+    opened = RowOpen(0, "a", SamplingParams(prompt_logprobs=2, top_k=3), 5, history=[1, 2])
+    plan = StepPlan(7, (1,), (opened,), (), (work,), DecodeWork.of([2], [30], [4]), [0])
+    found = reader.read(writer.step(plan)).plan
+    assert found.work[0].tokens == [1, 2, 3]
+    assert [column.tolist() for column in found.decode[:3]] == [[2], [30], [4]]
+    # How tokens are chosen is nothing to other ranks.
+    assert found.opened[0].params == SamplingParams(temperature=0, prompt_logprobs=2)
+    assert not found.opened[0].history
+    writer.step(plan)
+    with pytest.raises(InvariantError, match="order 3 came in the place of 2"):
+        reader.read(writer.call("forget_reads", {}))
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [("sleep 60", r"ranks \[1\] have not come"), ("false", "rank 1 ended with exit code 1")],
+)
+def test_a_rank_that_does_not_come_is_named(command, reason, monkeypatch) -> None:
+    def spawn(self, rank, device):
+        return subprocess.Popen(command.split(), stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(Ranks, "_spawn", spawn)
+    monkeypatch.setattr(module, "START", timedelta(seconds=0.3 if "sleep" in command else 30))
+    monkeypatch.setattr(module, "GRACE", 0.1)
+    with pytest.raises(EngineDead, match=reason):
+        Ranks(2, torch.device("cpu"))
+
+
+def test_a_rank_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
+    """The last test here: it takes the ranks of the others."""
+    core, told = built(LANDMARKS, 2, tmp_path).core, []
+    ranks = ranked.ranks(2)
+    ranks._on_death = told.append
+    core.add("r", [1, 2, 3], greedy(20))
+    core.step()
+    ranks._processes[0].kill()
+    with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
+        while core.has_work:
+            core.step()
+    assert all_pages_back(core)
+    assert "SIGKILL" in str(told)
+    ranked.ranks.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_server_learns_of_a_killed_rank() -> None:
+    async def serve() -> None:
+        async with children.engine({"tensor_parallel_size": 2}) as client:
+            endless = SamplingParams(max_tokens=100_000, ignore_eos=True)
+            await anext(client.submit([1], endless))
+            [rank] = psutil.Process(client.pid).children()
+            rank.kill()
+            dead = await asyncio.wait_for(client.died(), 30)
+            assert "rank 1 was killed by SIGKILL" in str(dead)
+            await children.until(lambda: children.gone(client.pid) and children.gone(rank.pid), 5)
+
+    asyncio.run(serve())
