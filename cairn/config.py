@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -12,6 +13,11 @@ from typing import Literal
 from cairn.errors import BadConfig
 from cairn.names import checked_keywords
 from cairn.specs.choice import Choice, Notes
+from cairn.specs.disaggregation import (
+    Disaggregation,
+    DisaggregationOptions,
+    resolve_disaggregation,
+)
 from cairn.specs.kv_format import FP4_E2M1, FP8_E4M3, KV_FORMATS
 from cairn.specs.media import MediaLimits, MediaOptions, media_model, resolve_media
 from cairn.specs.model import ModelSpec
@@ -38,11 +44,11 @@ def default_model_path() -> Path:
 
 @checked_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions(SpeculativeOptions, MixerOptions, MediaOptions):
+class EngineOptions(DisaggregationOptions, SpeculativeOptions, MixerOptions, MediaOptions):
     """What the user asked for; None or "auto" leaves the choice to `resolve`.
 
-    Options of single mixers, of speculative decoding and of images are inherited: each is declared
-    and resolved where its mixer is, in `cairn.specs.speculation` or in `cairn.specs.media`.
+    Options of single mixers, of speculative decoding, of images and of disaggregation are
+    inherited: each is declared and resolved where its mixer is, or in `cairn.specs`.
 
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
@@ -154,6 +160,7 @@ class EngineConfig:
     disable_overlap_schedule: bool
     kv_host_memory: int = 0
     tensor_parallel_size: int = 1
+    disaggregation: Disaggregation | None = None
     speculation: Speculation | None = None
     media: MediaLimits = field(default_factory=MediaLimits)
     choices: tuple[Choice, ...] = field(default=())
@@ -199,8 +206,9 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         gpu_memory_utilization=share,
         disable_cuda_graph=options.disable_cuda_graph,
         disable_overlap_schedule=options.disable_overlap_schedule,
-        kv_host_memory=_resolve_host_memory(options),
         tensor_parallel_size=options.tensor_parallel_size,
+        kv_host_memory=(host_memory := _resolve_host_memory(options)),
+        disaggregation=resolve_disaggregation(options, host_memory, os.environ),
         speculation=speculation,
         media=resolve_media(options),
         choices=tuple(notes.choices),

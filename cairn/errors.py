@@ -69,6 +69,12 @@ class InvariantError(CairnError, AssertionError):
     """An internal bookkeeping rule was broken: a bug, never the user's fault."""
 
 
+class PeerFailed(CairnError):
+    """Another engine did not give what a request needs of it."""
+
+    http_status = 503
+
+
 class EngineDead(CairnError, RuntimeError):
     """The engine stopped; no request can be served until it is started again.
 

@@ -167,6 +167,28 @@ class SamplingParams:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class KvTransferParams:
+    """Who computes the prompt of a request and who goes on from there, in vLLM's form.
+
+    Attributes:
+        do_remote_decode: another engine goes on: keep the pages of the prompt for it. The answer
+            has the parameters for that engine.
+        do_remote_prefill: another engine computed the prompt: take its pages. The other fields are
+            those that it answered.
+        remote_engine_id: its name.
+        remote_host, remote_port: where it is asked for them.
+        remote_request_id: the right to them, hexadecimal.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_request_id: str | None = None
+
+
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise BadRequest(f"{name} must be an integer, not {value!r}")

@@ -97,6 +97,11 @@ class HostSlots:
         else:
             self.kept[name] = slot
 
+    def touch(self, name: bytes) -> None:
+        """The record of this name, if there is one, is the most recently used one now."""
+        if name in self.kept:
+            self.kept.move_to_end(name)
+
     def give_back(self, slot: int) -> None:
         """No record came into this place."""
         self.taken.remove(slot)
@@ -158,16 +163,25 @@ class HostCache:
         Args:
             records: (page of the prefix tree, index of what is beside it on the device).
         """
-        slots, moves = self.slots[kind], []
+        for slot in self.keep(kind, records).values():
+            self.slots[kind].release(slot)
+
+    def keep(self, kind: int, records: Iterable[tuple[int, int]]) -> dict[tuple[int, bytes], int]:
+        """As `store`; returns (kind, name) -> place of those that are kept, all of them held."""
+        slots, moves, held = self.slots[kind], [], {}
         for page, index in records:
             name = self.names[page]
-            slot = None if name in slots.kept else slots.take()
-            if slot is not None:
+            if name not in slots.kept:
+                slot = slots.take()
+                if slot is None:
+                    break
                 slots.keep(name, slot)
                 moves.append(Move(kind, index, slot))
+            held[kind, name] = slots.hold(name)
         if moves:
             self._move(moves, True)
             self.stored += len(moves)
+        return held
 
     def load(self, wanted: Sequence[tuple[int, bytes, int]]) -> bool:
         """Move records to the device; all or nothing.

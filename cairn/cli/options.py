@@ -11,6 +11,7 @@ import click
 
 from cairn.config import DTYPES, KV_CACHE_DTYPES, default_model_path
 from cairn.errors import BadRequest
+from cairn.specs.disaggregation import disaggregation_options
 from cairn.specs.media import media_options
 from cairn.specs.options import mixer_options
 from cairn.specs.speculation import speculative_options
@@ -129,6 +130,14 @@ def _declared(entry: Field[Any]) -> Callable[[F], F]:
     return click.option("--" + entry.name.replace("_", "-"), **given)
 
 
+DECLARED = (
+    *mixer_options(),
+    *speculative_options(),
+    *media_options(),
+    *disaggregation_options(),
+)
+"""Options that say themselves what a command line needs of them."""
+
 ENGINE = (
     click.option(
         "--dtype",
@@ -227,7 +236,7 @@ ENGINE = (
         is_flag=True,
         help=("Do not keep the pages of finished requests for later ones with the same prefix."),
     ),
-    *map(_declared, (*mixer_options(), *speculative_options(), *media_options())),
+    *map(_declared, DECLARED),
     click.option(
         "--tensor-parallel-size",
         "--tp-size",
@@ -282,8 +291,8 @@ ENGINE_NAMES = (
     "max_num_seqs",
     "chunked_prefill_size",
     "itl_target_ms",
-    *(entry.name for entry in (*mixer_options(), *speculative_options(), *media_options())),
     "tensor_parallel_size",
+    *(entry.name for entry in DECLARED),
     "load_format",
     "quantization",
 )

@@ -40,6 +40,8 @@ from cairn.engine.pace import Pace
 from cairn.engine.planned_step import Limits
 from cairn.engine.ranks import Ranks, threads_of_rank
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
+from cairn.engine.transfer.build import listen, model_key, transfers
+from cairn.engine.transfer.sender import Listener
 from cairn.engine.trees import Trees
 from cairn.errors import BadConfig
 from cairn.models.registry import load_model, load_spec, measure_weights
@@ -123,9 +125,12 @@ def build(
     size = config.tensor_parallel_size
     # Refused before any process is started.
     local(config.model, size)
+    listener = listen(config)
     if size == 1:
         loaded = load_runner(model, options, config, ALONE, on_phase)
-        return _assemble(model, config, loaded, None, on_phase)
+        built = _assemble(model, config, loaded, None, on_phase)
+        connect(built.core, model, config, loaded, listener)
+        return built
     if config.device == "cpu":
         torch.set_num_threads(min(torch.get_num_threads(), threads_of_rank(size)))
     ranks = start(size, torch.device(config.device))
@@ -235,6 +240,16 @@ def _assemble(
     )
     guess(core, config)
     return Built(core, runner, config.model, config, memory, slots, loaded.table)
+
+
+def connect(
+    core: EngineCore, model: Path, config: EngineConfig, loaded: Loaded, listener: Listener | None
+) -> None:
+    """Let the engine exchange records with others, as the options say."""
+    records, host = loaded.executor.records, core.cache.host
+    if config.disaggregation is not None and records is not None and host is not None:
+        host.root = model_key(model, config, loaded.schema)
+        core.transfers = transfers(config.disaggregation, core.cache, records, listener)
 
 
 def device_of(config: EngineConfig, group: Group) -> torch.device:

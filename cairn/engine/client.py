@@ -45,7 +45,7 @@ from cairn.engine.watchdog import TICK_SECONDS, Watchdog
 from cairn.errors import BadRequest, Busy, CairnError, EngineDead
 from cairn.obs.log import LEVELS, get_logger
 from cairn.runner.media import PromptMedia
-from cairn.types import SamplingParams
+from cairn.types import KvTransferParams, SamplingParams
 
 log = get_logger(__name__)
 
@@ -193,6 +193,7 @@ class EngineClient:
         priority: int = 0,
         request_id: str | None = None,
         media: PromptMedia | None = None,
+        transfer: KvTransferParams | None = None,
     ) -> Submission:
         """Have a prompt served.
 
@@ -202,6 +203,7 @@ class EngineClient:
             priority: smaller goes first.
             request_id: unique among the live ones; None: chosen here.
             media: images and videos of the prompt.
+            transfer: who computes the prompt and who goes on.
 
         Raises:
             BadRequest, TooLong: as `check`; also for an id in use.
@@ -220,7 +222,7 @@ class EngineClient:
         name = uuid.uuid4().hex if request_id is None else request_id
         if name in self._submissions:
             raise BadRequest(f"request id {name!r} is in use", "Choose another one")
-        self._child.send(Submit(name, pack_ids(prompt), params, priority, media))
+        self._child.send(Submit(name, pack_ids(prompt), params, priority, media, transfer))
         submission = Submission(self, name, params.n)
         self._submissions[name] = submission
         self._live += params.n

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from cairn.engine.output import OutputStream
 from cairn.engine.request import Moments, Request
 from cairn.errors import CairnError
-from cairn.types import Alternatives, PromptLogprobs
+from cairn.types import Alternatives, KvTransferParams, PromptLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +22,8 @@ class Continuation:
         moments: when it arrived, started, and so on.
         error: why it ended with the reason "error".
         status: HTTP status that goes with it.
+        asked: who computes the prompt and who goes on; None: this engine does both.
+        transfer: once it has ended: what the engine that goes on needs.
     """
 
     request: Request
@@ -30,6 +32,8 @@ class Continuation:
     moments: Moments
     error: str | None = None
     status: int = CairnError.http_status
+    asked: KvTransferParams | None = None
+    transfer: KvTransferParams | None = None
 
     @property
     def finished(self) -> bool:

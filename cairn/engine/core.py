@@ -24,6 +24,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import NamedTuple
 
 from cairn.cache.landmarks import SlotMap
@@ -33,23 +34,32 @@ from cairn.engine.admission import CoreShape
 from cairn.engine.budget import Load, StepTimes
 from cairn.engine.continuation import Continuation, SideBySide
 from cairn.engine.drafts import Drafter
-from cairn.engine.grammar import GrammarLoader, GrammarState, Words
+from cairn.engine.grammar import GrammarLoader, Words
 from cairn.engine.output import OutputStream
 from cairn.engine.planned_step import Limits
-from cairn.engine.request import Moments, Request
+from cairn.engine.preparing import Need, Preparing
+from cairn.engine.request import Moments, Request, State
 from cairn.engine.scheduler import Scheduler
 from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import CoreStats
+from cairn.engine.transfer.receiver import Fetched
+from cairn.engine.transfer.transfer import Transfers
 from cairn.errors import BadRequest, InvariantError
 from cairn.runner.executor import Executor
 from cairn.runner.media import PromptMedia
 from cairn.runner.step import Launched, StepPlan, StepResult
-from cairn.types import CompletionOutput, FinishReason, PromptLogprobs, SamplingParams
+from cairn.types import (
+    CompletionOutput,
+    FinishReason,
+    KvTransferParams,
+    PromptLogprobs,
+    SamplingParams,
+)
 
 log = logging.getLogger(__name__)
 
-COMPILE_WAIT = 0.02
-"""Seconds that a step waits for a grammar when there is nothing else to do."""
+PREPARING_WAIT = 0.02
+"""Seconds that a step waits for what requests need when there is nothing else to do."""
 
 
 class _Flight(NamedTuple):
@@ -79,6 +89,7 @@ class EngineCore:
         grammars: compiles grammars; None without a tokenizer.
         clock: gives the seconds by which steps and requests are timed.
         times: how long steps take, learned from all that ran.
+        transfers: exchanges records with other engines; None: this one works alone.
     """
 
     def __init__(
@@ -105,7 +116,8 @@ class EngineCore:
         self.grammars = GrammarLoader(tokenizer, shape.vocab_size) if tokenizer else None
         self.stats = CoreStats()
         self._live: dict[str, Continuation] = {}
-        self._compiling: list[tuple[Continuation, Future[GrammarState]]] = []
+        self.transfers: Transfers | None = None
+        self._preparing = Preparing()
         self._arrivals = 0
         self._flight: _Flight | None = None
         # Whether its grammar masks are still to be set.
@@ -116,7 +128,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Some request is not finished, or a step is in flight."""
-        return bool(self._live) or self._flight is not None
+        return bool(self._live or self._fetches) or self._flight is not None
 
     def add(
         self,
@@ -127,6 +139,7 @@ class EngineCore:
         index: int = 0,
         priority: int = 0,
         media: PromptMedia | None = None,
+        transfer: KvTransferParams | None = None,
     ) -> Continuation:
         """Queue continuation `index` of a prompt.
 
@@ -136,12 +149,14 @@ class EngineCore:
             params: how to sample; `n` is the caller's business.
             priority: smaller goes first.
             media: images and videos of the prompt.
+            transfer: who computes the prompt and who goes on.
 
         Raises:
             BadRequest: the prompt or the parameters can never be served.
             TooLong: no room for the prompt and one more token.
         """
         self.check(prompt, params)
+        self._check_transfer(transfer)
         if request_id in self._live:
             raise BadRequest(f"request id {request_id!r} is in use", "Choose another one")
         room = self.shape.max_model_len - len(prompt)
@@ -167,13 +182,9 @@ class EngineCore:
         if params.prompt_logprobs is not None:
             decode = None if self.tokenizer is None else self.tokenizer.token_text
             scores = PromptLogprobs(len(prompt), decode)
-        continuation = Continuation(request, stream, scores, Moments(self.clock()))
+        continuation = Continuation(request, stream, scores, Moments(self.clock()), asked=transfer)
         self._live[request_id] = continuation
-        if params.grammar is not None and self.grammars is not None:
-            state = self.grammars.submit(params.grammar, request.stop_ids)
-            self._compiling.append((continuation, state))
-        else:
-            self.scheduler.add(request)
+        self._prepare(continuation)
         self.stats.prompt_tokens += len(prompt)
         return continuation
 
@@ -198,7 +209,7 @@ class EngineCore:
         is launched as soon as that is known. An exception of the executor ends the requests of its
         step with the reason "error", gives their pages back and is raised again.
         """
-        changed = self._join_compiled()
+        changed = self._join_prepared()
         flight = self._flight
         if flight is None or self.scheduler.can_look_ahead():
             self._flight = self._launch(may_wait=not changed)
@@ -229,8 +240,10 @@ class EngineCore:
             if self._flight is None:
                 if self.scheduler.has_work:
                     raise InvariantError("requests wait, nothing runs and nothing can be scheduled")
-                if self._compiling and may_wait:
-                    wait([state for _, state in self._compiling], COMPILE_WAIT, FIRST_COMPLETED)
+                if (self._preparing or self._fetches) and may_wait:
+                    wait(
+                        [*self._preparing.futures, *self._fetches], PREPARING_WAIT, FIRST_COMPLETED
+                    )
             return None
         planned = self.clock()
         for opened in plan.opened:
@@ -301,27 +314,50 @@ class EngineCore:
                 failed.stream.finish(FinishReason.ERROR)
                 failed.moments.ended = self.clock()
 
-    def _join_compiled(self) -> list[Continuation]:
-        """Schedule the requests whose grammars are compiled by now, end those whose cannot be
-        compiled, and return these."""
-        pending, refused = [], []
-        for continuation, state in self._compiling:
-            if continuation.finished:
-                state.cancel()
-            elif not state.done():
-                pending.append((continuation, state))
-            elif (error := state.exception()) is not None:
-                continuation.error = str(error)
-                continuation.status = getattr(error, "http_status", continuation.status)
-                continuation.stream.finish(FinishReason.ERROR)
-                continuation.moments.ended = self.clock()
-                del self._live[continuation.request.id]
-                refused.append(continuation)
-            else:
-                continuation.request.grammar = state.result()
-                self.scheduler.add(continuation.request)
-        self._compiling = pending
-        return refused
+    @property
+    def _fetches(self) -> list[Future[Fetched]]:
+        """Records on their way."""
+        return [] if self.transfers is None else self.transfers.running
+
+    def _check_transfer(self, asked: KvTransferParams | None) -> None:
+        if asked is not None and self.transfers is not None:
+            self.transfers.check(asked)
+        elif asked is not None and (asked.do_remote_decode or asked.do_remote_prefill):
+            raise BadRequest(
+                "kv_transfer_params name another engine, but this one works alone",
+                "Start it with --disaggregation-mode, or leave them out",
+            )
+
+    def _prepare(self, continuation: Continuation) -> None:
+        """Schedule a request, or get it first what it needs."""
+        request, asked, needs = continuation.request, continuation.asked, []
+        if request.params.grammar is not None and self.grammars is not None:
+            compiled = self.grammars.submit(request.params.grammar, request.stop_ids)
+            needs.append(Need(compiled, partial(setattr, request, "grammar")))
+        if asked is not None and asked.do_remote_prefill and self.transfers is not None:
+            request.state = State.LOADING
+            needs.append(Need(self.transfers.fetch(request, asked), self.transfers.arrived))
+        if needs:
+            self._preparing.add(continuation, needs)
+        else:
+            self.scheduler.add(request)
+
+    def _join_prepared(self) -> list[Continuation]:
+        """Schedule the requests that have what they need by now, end those that will not get it,
+        and return these."""
+        if self.transfers is not None:
+            self.transfers.poll()
+        ready, refused = self._preparing.join()
+        for continuation in ready:
+            continuation.request.state = State.WAITING
+            self.scheduler.add(continuation.request)
+        for continuation, error in refused:
+            continuation.error = str(error)
+            continuation.status = getattr(error, "http_status", continuation.status)
+            continuation.stream.finish(FinishReason.ERROR)
+            continuation.moments.ended = self.clock()
+            del self._live[continuation.request.id]
+        return [continuation for continuation, _ in refused]
 
     def _retire(self, plan: StepPlan, result: StepResult) -> list[Continuation]:
         if result.prompt_logprobs:
@@ -398,6 +434,10 @@ class EngineCore:
     def _end(self, continuation: Continuation, now: float) -> None:
         """Finish the request of an output that has ended."""
         continuation.moments.ended = now
+        asked, output = continuation.asked, continuation.stream.output
+        if asked is not None and asked.do_remote_decode and not output.index:
+            assert self.transfers is not None
+            continuation.transfer = self.transfers.keep(continuation.request)
         del self._live[continuation.request.id]
         self.scheduler.finish(continuation.request)
 

@@ -19,7 +19,7 @@ from cairn.engine.submission import Submission
 from cairn.errors import CairnError, EngineDead
 from cairn.obs.log import get_logger
 from cairn.runner.media import PromptMedia
-from cairn.types import SamplingParams
+from cairn.types import KvTransferParams, SamplingParams
 
 log = get_logger(__name__)
 
@@ -163,6 +163,7 @@ class Fleet:
         priority: int = 0,
         request_id: str | None = None,
         media: PromptMedia | None = None,
+        transfer: KvTransferParams | None = None,
     ) -> Submission:
         """Have a prompt served by one replica, as `EngineClient.submit` does.
 
@@ -183,7 +184,9 @@ class Fleet:
             # Where none has room, the one chosen says so.
             chosen = self._router.choose(keys, {i: loads[i][0] for i in fitting or loads})
             try:
-                submission = serving[chosen].submit(prompt, seeded, priority, request_id, media)
+                submission = serving[chosen].submit(
+                    prompt, seeded, priority, request_id, media, transfer
+                )
             except EngineDead:
                 # It has just ended, and its watchdog has not seen it yet.
                 del serving[chosen]

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
+from cairn.cache.host import PAGE
 from cairn.cache.invariants import Report, examine
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
@@ -204,6 +205,7 @@ class EngineLoop:
                     index=index,
                     priority=message.priority,
                     media=message.media,
+                    transfer=message.transfer,
                 )
                 parts.append(_Part(continuation, message.id, index))
         except CairnError as error:
@@ -262,6 +264,7 @@ class EngineLoop:
             timing=continuation.moments.timing,
             error=continuation.error,
             status=continuation.status,
+            transfer=continuation.transfer,
         )
 
     def _forget(self, part: _Part) -> None:
@@ -346,6 +349,19 @@ class EngineLoop:
             log.error("the ledger of pages is wrong: %s", problem)
         self._refresh_stats()
 
+    def _host_stats(self) -> dict[str, int]:
+        host, transfers = self._core.cache.host, self._core.transfers
+        if host is None:
+            return {}
+        return {
+            "host_pages_total": host.slots[PAGE].allocator.num_pages,
+            "host_pages_kept": len(host.slots[PAGE].kept),
+            "host_records_stored": host.stored,
+            "host_records_loaded": host.loaded,
+            "host_records_damaged": host.damaged,
+            "load_failures": 0 if transfers is None else transfers.failures.total(),
+        }
+
     def _refresh_stats(self) -> None:
         """Put the totals together, here in the loop's thread, where nothing changes meanwhile."""
         self._stats_due = time.monotonic() + STATS_SECONDS
@@ -356,6 +372,7 @@ class EngineLoop:
         running = sum(not request.doomed for request in scheduler.running)
         self._vitals.stats = Stats(
             **totals,
+            **self._host_stats(),
             running=running,
             waiting=len(self._parts) - running,
             pages_total=cache.num_pages,

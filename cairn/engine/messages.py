@@ -17,7 +17,7 @@ import numpy as np
 from cairn.config import EngineOptions
 from cairn.runner.media import PromptMedia
 from cairn.specs.vision import MediaSpec
-from cairn.types import LayerSelection, LogprobColumns, SamplingParams
+from cairn.types import KvTransferParams, LayerSelection, LogprobColumns, SamplingParams
 
 TO_ENGINE, FROM_ENGINE = "to-engine", "from-engine"
 """Names of the two sockets in their private folder; the client binds both."""
@@ -58,6 +58,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         params: how to sample.
         priority: smaller goes first.
         media: images and videos of the prompt.
+        transfer: who computes the prompt and who goes on; None: this engine does both.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     params: SamplingParams
     priority: int = 0
     media: PromptMedia | None = None
+    transfer: KvTransferParams | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -214,6 +216,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
         timing: on the last delta.
         error: what went wrong, where `finish_reason` is "error" and the cause is known.
         status: HTTP status that goes with `error`.
+        transfer: for the engine that goes on; on continuation 0's last delta.
     """
 
     id: str
@@ -229,6 +232,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     timing: Timing | None = None
     error: str | None = None
     status: int = 500
+    transfer: KvTransferParams | None = None
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
@@ -262,6 +266,10 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
         pages_leaked: pages that are neither free, cached nor owned; counted when idle.
         window_pages_total, window_pages_free, window_pages_cached: the same of the window layers'
             own pool, all 0 in a model without one.
+        host_pages_total, host_pages_kept: places for pages in host memory, and pages there.
+        host_records_stored, host_records_loaded, host_records_damaged: moved into host memory, out
+            of it, and found damaged there.
+        load_failures: requests whose records did not all come from another engine.
         prefix_queries, prefix_hits: prompt tokens looked up in and taken from the prefix cache.
         prompt_tokens, generated_tokens: of all requests.
         preemptions: requests whose pages were taken back for a while.
@@ -283,6 +291,12 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     window_pages_total: int = 0
     window_pages_free: int = 0
     window_pages_cached: int = 0
+    host_pages_total: int = 0
+    host_pages_kept: int = 0
+    host_records_stored: int = 0
+    host_records_loaded: int = 0
+    host_records_damaged: int = 0
+    load_failures: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0

@@ -22,6 +22,7 @@ from cairn.types import SamplingParams
 class State(Enum):
     """Where a request is in its life."""
 
+    LOADING = "loading"
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"

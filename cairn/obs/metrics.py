@@ -45,6 +45,8 @@ GAUGES = {
         "window_pages_cached",
         "Those of them that only the prefix cache holds; they can be evicted.",
     ),
+    "host_pages_total": ("host_pages_total", "Places for pages in host memory."),
+    "host_pages_kept": ("host_pages_kept", "Pages in host memory."),
     "leaked_pages": ("pages_leaked", "Pages that nobody owns; anything but 0 is a bug."),
     "step_age_seconds": ("step_age", "Seconds since the engine's step in flight began."),
 }
@@ -56,6 +58,19 @@ COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of all requests."),
     "generation_tokens": ("generated_tokens", "Tokens that were sampled."),
     "num_preemptions": ("preemptions", "Requests whose pages were taken back for a while."),
+    "host_records_stored": (
+        "host_records_stored",
+        "Records of pages, window pages and states that were moved into host memory.",
+    ),
+    "host_records_loaded": ("host_records_loaded", "Those that were moved back to the device."),
+    "host_records_damaged": (
+        "host_records_damaged",
+        "Those whose bytes had changed; what they held was computed again.",
+    ),
+    "kv_load_failures": (
+        "load_failures",
+        "Requests whose pages did not all come from the engine that prefilled.",
+    ),
     "spec_decode_num_drafts": ("draft_runs", "Times that a row ran guesses of next tokens."),
     "spec_decode_num_draft_tokens": ("drafted_tokens", "Guesses that ran."),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guesses that were right."),

@@ -74,6 +74,10 @@ class HostRecords:
         self._sums[kind][slot] = found = zlib.crc32(self._bytes[kind][slot])
         return found
 
+    def sum_of(self, kind: int, slot: int) -> int:
+        """The checksum that was noted."""
+        return self._sums[kind][slot]
+
     def intact(self, kind: int, slot: int) -> bool:
         """Whether the bytes are those that were sealed."""
         return zlib.crc32(self._bytes[kind][slot]) == self._sums[kind][slot]

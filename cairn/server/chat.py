@@ -36,6 +36,7 @@ from cairn.server.sampling import (
     Output,
     field_named_by,
     requested_grammar,
+    requested_transfer,
     sampling_params,
     stream_options,
     truncated,
@@ -91,7 +92,8 @@ async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShap
             grammar = behind
     output = _output(state, asked, grammar, _fixed(tools, thinking, tokenizer))
     params = sampling_params(asked, output, state.options, state.sampling_defaults)
-    work = Work([prompt], params, asked.priority or 0, "messages", [chat.media])
+    transfer = requested_transfer(asked, 1)
+    work = Work([prompt], params, asked.priority or 0, "messages", [chat.media], transfer)
     return work, ChatShape(state, asked, prompt, tools, thinking, tokenizer)
 
 

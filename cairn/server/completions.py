@@ -31,6 +31,7 @@ from cairn.server.protocol.fields import BadField
 from cairn.server.sampling import (
     Output,
     requested_grammar,
+    requested_transfer,
     sampling_params,
     stream_options,
     truncated,
@@ -58,6 +59,7 @@ async def create_completion(request: Request) -> Response:
         params=params,
         priority=asked.priority or 0,
         field="prompt",
+        transfer=requested_transfer(asked, len(prompts)),
     )
     return await answer(request, work, CompletionShape(state, asked, prompts), track, streaming)
 

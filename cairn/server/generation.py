@@ -25,7 +25,7 @@ from cairn.server.protocol.fields import BadField
 from cairn.server.sampling import field_named_by
 from cairn.server.sse import DONE, EventStream, event, unless_gone
 from cairn.server.state import ServerState
-from cairn.types import SamplingParams
+from cairn.types import KvTransferParams, SamplingParams
 
 
 class Part(Protocol):
@@ -62,6 +62,7 @@ class Work:
         priority: smaller goes first.
         field: the body's field that the prompts came from, for errors.
         media: images and videos of each prompt; empty: they are text.
+        transfer: who computes the prompt, of which there is one then, and who goes on.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -69,6 +70,7 @@ class Work:
     priority: int
     field: str
     media: Sequence[PromptMedia | None] = ()
+    transfer: KvTransferParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,9 @@ class Generation:
         client: the engine, or its replicas.
         work: what to run.
         request_id: the engine's name for it; further prompts get a number behind it.
+
+    Attributes:
+        transfer: what the engine that goes on needs.
     """
 
     def __init__(self, client: Engine, work: Work, request_id: str) -> None:
@@ -131,6 +136,7 @@ class Generation:
         self._open = ExitStack()
         self._generated = 0
         self._cached: dict[int, int] = {}
+        self.transfer: KvTransferParams | None = None
 
     @property
     def choices(self) -> int:
@@ -183,7 +189,9 @@ class Generation:
         name = f"{self._id}-{i}" if i else self._id
         try:
             media = work.media[i] if work.media else None
-            return self._client.submit(prompt, work.params, work.priority, name, media)
+            return self._client.submit(
+                prompt, work.params, work.priority, name, media, work.transfer
+            )
         except BadRequest as error:
             error.param = field_named_by(error, SamplingFields) or work.field
             raise
@@ -194,6 +202,8 @@ class Generation:
     def count(self, choice: int, delta: Delta) -> None:
         """Add a delta to the usage."""
         self._generated += len(delta.token_ids)
+        if delta.transfer is not None:
+            self.transfer = delta.transfer
         if delta.cached_tokens is not None:
             self._cached.setdefault(choice // self._work.params.n, delta.cached_tokens)
 
@@ -293,7 +303,10 @@ async def _whole(generation: Generation, shape: Shape[C], track: Track) -> bytes
         async for part in run:
             parts.setdefault(part.index, []).append(part)
     ordered = [parts[index] for index in sorted(parts)]
-    return msgspec.json.encode(shape.whole(ordered, generation.usage))
+    whole = shape.whole(ordered, generation.usage)
+    if generation.transfer is not None:
+        whole = msgspec.structs.replace(whole, kv_transfer_params=generation.transfer)
+    return msgspec.json.encode(whole)
 
 
 async def _events(

@@ -19,7 +19,7 @@ from cairn.server.protocol.common import (
     StreamOptions,
 )
 from cairn.server.protocol.fields import BadField
-from cairn.types import Grammar, SamplingParams
+from cairn.types import Grammar, KvTransferParams, SamplingParams
 
 SAME_NAME = (
     "temperature",
@@ -125,6 +125,21 @@ def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
         names = " and ".join(found)
         raise BadField(list(found)[1], f"{names} both say what the output looks like", "Give one")
     return next(iter(found.items()), None)
+
+
+def requested_transfer(request: SamplingFields, prompts: int) -> KvTransferParams | None:
+    """Who computes the prompt and who goes on.
+
+    Raises BadRequest where an answer could not say it: of several prompts, or in a stream.
+    """
+    asked, name = request.kv_transfer_params, "kv_transfer_params"
+    if asked is not None and prompts > 1:
+        raise BadField(name, f"{name} stand for one prompt, but there are {prompts}", "Send one")
+    if asked is not None and asked.do_remote_decode and request.stream:
+        raise BadField(
+            name, f"{name} ask for do_remote_decode, but the answer is a stream", "Leave stream out"
+        )
+    return asked
 
 
 def _as_vllm_says(request: SamplingFields) -> dict[str, Grammar]:

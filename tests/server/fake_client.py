@@ -87,7 +87,7 @@ class FakeClient:
         shape = CoreShape(self.vocab, self.max_model_len, (), 0, bool(self.layers))
         admission.check(prompt, params, shape, self.tokenizer is not None)
 
-    def submit(self, prompt, params, priority=0, request_id=None, media=None):
+    def submit(self, prompt, params, priority=0, request_id=None, media=None, transfer=None):
         if self.dead is not None:
             raise self.dead
         self.check(prompt, params)

@@ -42,6 +42,8 @@ ENVIRONMENT = {
     "overrides it. Default: `text`.",
     "CAIRN_API_KEY": "Key that `cairn serve` asks clients for, and that `cairn bench` and "
     "`cairn eval` send to a server.",
+    "CAIRN_CLUSTER_SECRET": "Secret that servers with `--disaggregation-mode` share; without it no "
+    "other machine may ask for pages.",
     "CAIRN_OPS": "Which implementation of an op runs: `reference` runs the PyTorch definition of "
     "every op, `NAME=IMPLEMENTATION` forces one; several are separated by commas. `cairn ops` "
     "lists the names.",

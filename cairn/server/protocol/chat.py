@@ -27,6 +27,7 @@ from cairn.server.protocol.fields import (
     no_effect,
     refused,
 )
+from cairn.types import KvTransferParams
 
 TYPING_ERROR = 0.85
 """Similarity from which an unknown field of a message counts as a misspelt one."""
@@ -372,6 +373,7 @@ class ChatResponse(Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: list[PromptScore] | UnsetType = UNSET
     system_fingerprint: None = None
+    kv_transfer_params: KvTransferParams | UnsetType = UNSET
 
 
 class FunctionFragment(Struct, frozen=True, omit_defaults=True):

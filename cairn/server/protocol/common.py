@@ -16,7 +16,7 @@ from cairn.server.protocol.fields import (
     no_effect,
     refused,
 )
-from cairn.types import LayerSelection
+from cairn.types import KvTransferParams, LayerSelection
 
 Text = Annotated[str, Meta(min_length=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -150,6 +150,8 @@ class SamplingFields(Fields):
             likely ones; not in streams.
         truncate_prompt_tokens: keep this many tokens at the end of the prompt; -1: as many as fit.
         priority: smaller goes first.
+        kv_transfer_params: who computes the prompt and who goes on, in vLLM's form; of two engines
+            that share the work, or of a router in front of them. Not in streams.
         stream: send the answer piece by piece, as server-sent events.
         stream_options: of an answer that is streamed.
         cairn: extensions of this server.
@@ -200,7 +202,7 @@ class SamplingFields(Fields):
     early_stopping: Annotated[Refusable, refused(NO_BEAMS, False)] = None
     allowed_token_ids: Annotated[Refusable, refused("say what is allowed as regex or ebnf")] = None
     cache_salt: Annotated[Refusable, refused("requests share one prefix cache")] = None
-    kv_transfer_params: Annotated[Refusable, refused("one engine serves a request")] = None
+    kv_transfer_params: KvTransferParams | None = None
     mm_processor_kwargs: Annotated[Refusable, refused("this server reads text only")] = None
     vllm_xargs: Annotated[Refusable, refused("vLLM's plugins are not served")] = None
     user: Annotated[str | None, no_effect(ELSEWHERE)] = None

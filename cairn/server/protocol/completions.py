@@ -8,6 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.server.protocol.common import ChoiceExtras, PromptScore, SamplingFields, Usage
 from cairn.server.protocol.fields import BadField, Refusable, TokenId, refused
+from cairn.types import KvTransferParams
 
 Prompt = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
@@ -83,3 +84,4 @@ class CompletionResponse(Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
+    kv_transfer_params: KvTransferParams | UnsetType = UNSET

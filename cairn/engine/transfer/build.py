@@ -1,0 +1,73 @@
+"""Sets the transfer of records up."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+from cairn.cache.paged import PageCache
+from cairn.cache.record import fingerprint
+from cairn.cache.schema import CacheSchema
+from cairn.config import EngineConfig
+from cairn.engine.transfer.receiver import Receiver
+from cairn.engine.transfer.sender import Listener, Sender
+from cairn.engine.transfer.tickets import Tickets
+from cairn.engine.transfer.transfer import Transfers
+from cairn.errors import BadConfig
+from cairn.models.checkpoint import has_weights, is_gguf, read_headers
+from cairn.runner.host_records import HostRecords
+from cairn.specs.disaggregation import Disaggregation
+
+COMPARED = 4096
+"""Bytes at the beginning of each stored tensor that tell checkpoints apart."""
+
+
+def listen(config: EngineConfig) -> Listener | None:
+    """Bind the port at which others ask for records; None: nobody may.
+
+    Raises:
+        BadConfig: it cannot be bound, or several ranks hold the records.
+    """
+    asked = config.disaggregation
+    if asked is not None and config.tensor_parallel_size > 1:
+        raise BadConfig(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but records of several ranks "
+            "do not travel yet",
+            "Leave --tensor-parallel-size or --disaggregation-mode out",
+        )
+    return Listener(asked) if asked is not None and asked.sends else None
+
+
+def transfers(
+    asked: Disaggregation, cache: PageCache, records: HostRecords, listener: Listener | None
+) -> Transfers:
+    """What the loop uses.
+
+    Args:
+        cache: the pages; the names of its host cache begin with `model_key`.
+        listener: of `listen`; it answers from now on.
+    """
+    assert cache.host is not None
+    tickets, model = None, cache.host.root
+    if listener is not None:
+        tickets = Tickets(cache.host)
+        listener.serve(Sender(tickets, records, model, asked.secret))
+    receiver = Receiver(records, model, asked.secret) if asked.receives else None
+    address = asked.host, listener.port if listener is not None else 0
+    return Transfers(cache, tickets, address, receiver, asked.recompute)
+
+
+def model_key(folder: Path, config: EngineConfig, schema: CacheSchema) -> bytes:
+    """16 bytes; equal for engines whose records may be exchanged: same model with the same options,
+    same layout of records, and as far as the beginning of each tensor tells the same weights."""
+    found = blake2b(fingerprint(schema), digest_size=16)
+    found.update(f"{config.model!r} {config.dtype} {config.kv_cache_dtype}".encode())
+    if config.load_format == "random":
+        found.update(f"random {config.seed}".encode())
+    elif has_weights(folder) or is_gguf(folder):
+        for name, entry in sorted(read_headers(folder).items()):
+            found.update(f"{name} {entry.dtype} {entry.shape}".encode())
+            with entry.file.open("rb") as file:
+                file.seek(entry.begin)
+                found.update(file.read(min(COMPARED, entry.end - entry.begin)))
+    return found.digest()

@@ -1,0 +1,128 @@
+"""Fetches records from other engines into places of this one's host memory."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cairn.engine.transfer.wire import (
+    VERSION,
+    Answer,
+    Ask,
+    WireError,
+    receive_frame,
+    receive_into,
+    send_frame,
+)
+from cairn.runner.host_records import HostRecords
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+STALL_SECONDS = 10.0
+"""Silence of a peer after which its records are given up."""
+AT_ONCE = 4
+"""Fetches that run side by side; others wait in order."""
+
+
+class Peer(NamedTuple):
+    """Where records are, and the right to them."""
+
+    host: str
+    port: int
+    ticket: bytes
+
+
+class Wanted(NamedTuple):
+    """A record, and the place that was taken for it."""
+
+    kind: int
+    name: bytes
+    slot: int
+
+
+@dataclass(slots=True, eq=False)
+class Fetched:
+    """What came of a fetch.
+
+    Attributes:
+        arrived: records that are whole.
+        failure: why others are not, in one word; None: there are none.
+        said: the same for people.
+        refused: the peer serves another model: nothing of it may be used.
+    """
+
+    arrived: list[Wanted] = field(default_factory=list)
+    failure: str | None = None
+    said: str = ""
+    refused: bool = False
+
+
+class Receiver:
+    """Fetches in threads.
+
+    Args:
+        records: where the bytes go.
+        model: what this engine serves; see `Ask`.
+        secret: see `cairn.engine.transfer.wire`.
+    """
+
+    def __init__(self, records: HostRecords, model: bytes, secret: bytes) -> None:
+        self._records, self._model, self._secret = records, model, secret
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cairn-receiver")
+
+    def fetch(self, peer: Peer, wanted: list[Wanted]) -> Future[Fetched]:
+        """Fetch records, or what can be had of them; it never fails. Until it is done the places
+        belong to it."""
+        return self._threads.submit(self._fetch, peer, wanted)
+
+    def _fetch(self, peer: Peer, wanted: list[Wanted]) -> Fetched:
+        result = Fetched()
+        try:
+            address = (peer.host, peer.port)
+            with socket.create_connection(address, CONNECT_SECONDS) as connection:
+                connection.settimeout(STALL_SECONDS)
+                names = [(record.kind, record.name) for record in wanted]
+                ask = Ask(VERSION, self._model, peer.ticket, names)
+                send_frame(connection, ask, self._secret)
+                answer = receive_frame(connection, Answer, self._secret)
+                if answer.refused is None:
+                    self._receive(connection, wanted, answer, result)
+                else:
+                    self._refused(answer, result)
+        except WireError as error:
+            result.failure, result.said = error.reason, str(error)
+        except TimeoutError:
+            result.failure, result.said = "timeout", "it does not answer"
+        except OSError as error:
+            result.failure, result.said = "connection", str(error)
+        return result
+
+    def _receive(
+        self, connection: socket.socket, wanted: list[Wanted], answer: Answer, result: Fetched
+    ) -> None:
+        for record, expected in zip(wanted, answer.sums, strict=False):
+            if expected is None:
+                result.failure, result.said = "missing", "it has not all records"
+                continue
+            receive_into(connection, self._records.record(record.kind, record.slot))
+            if self._records.seal(record.kind, record.slot) == expected:
+                result.arrived.append(record)
+            else:
+                result.failure, result.said = "damaged", "a record came damaged"
+
+    def _refused(self, answer: Answer, result: Fetched) -> None:
+        result.failure = answer.refused
+        if answer.refused == "ticket":
+            result.said = "the ticket was used, has expired or never was"
+        elif answer.refused == "model":
+            result.refused = True
+            result.said = (
+                f"it serves another model, or stores it in another way ({answer.model.hex()}, "
+                f"here {self._model.hex()})"
+            )
+        else:
+            result.said = f"it refused: {answer.refused}"

@@ -1,0 +1,119 @@
+"""Serves records to other engines: a thread for each connection."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import socketserver
+import threading
+
+from cairn.engine.transfer.tickets import Ticket, Tickets
+from cairn.engine.transfer.wire import VERSION, Answer, Ask, WireError, receive_frame, send_frame
+from cairn.errors import BadConfig
+from cairn.runner.host_records import HostRecords
+from cairn.specs.disaggregation import Disaggregation
+
+log = logging.getLogger(__name__)
+
+STALL_SECONDS = 10.0
+"""Silence of a peer after which its connection is given up."""
+
+
+class Listener(socketserver.ThreadingTCPServer):
+    """The bound port; `serve` begins to answer. Made before weights are loaded, so that a taken
+    port is known at once.
+
+    Args:
+        how: address, port and secret.
+
+    Raises:
+        BadConfig: the port cannot be bound.
+    """
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+    sender: Sender
+
+    def __init__(self, how: Disaggregation) -> None:
+        self.address_family = socket.AF_INET6 if ":" in how.host else socket.AF_INET
+        try:
+            super().__init__((how.host, how.port), _Connection)
+        except OSError as error:
+            raise BadConfig(
+                f"port {how.port} of {how.host} cannot be bound: {error.strerror or error}",
+                "Set disaggregation_bootstrap_port (--disaggregation-bootstrap-port) to one that "
+                "is free, or end what uses it",
+            ) from None
+
+    @property
+    def port(self) -> int:
+        """The port that was bound."""
+        return int(self.server_address[1])
+
+    def serve(self, sender: Sender) -> None:
+        """Answer from now on."""
+        self.sender = sender
+        threading.Thread(target=self.serve_forever, name="cairn-sender", daemon=True).start()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """An answer could not be given: the one who asked finds out by itself."""
+        log.warning("records for %s were not sent", client_address, exc_info=True)
+
+
+class Sender:
+    """What is answered.
+
+    Args:
+        tickets: who has a right to what.
+        records: the bytes.
+        model: what this engine serves; see `Ask`.
+        secret: see `cairn.engine.transfer.wire`.
+    """
+
+    def __init__(self, tickets: Tickets, records: HostRecords, model: bytes, secret: bytes) -> None:
+        self._tickets, self._records = tickets, records
+        self._model, self._secret = model, secret
+
+    def answer(self, connection: socket.socket) -> None:
+        """Serve one connection."""
+        connection.settimeout(STALL_SECONDS)
+        try:
+            ask = receive_frame(connection, Ask, self._secret)
+        except WireError as error:
+            log.warning("a request for records was refused: %s", error)
+            # Signed with this engine's secret, so that the one who asked learns what is wrong.
+            self._refuse(connection, error.reason)
+            return
+        if ask.version != VERSION or ask.model != self._model:
+            self._refuse(connection, "version" if ask.version != VERSION else "model")
+            return
+        ticket = self._tickets.claim(ask.ticket)
+        if ticket is None:
+            self._refuse(connection, "ticket")
+            return
+        try:
+            self._send(connection, ask, ticket)
+        finally:
+            self._tickets.end(ask.ticket)
+
+    def _send(self, connection: socket.socket, ask: Ask, ticket: Ticket) -> None:
+        found = [(kind, ticket.records.get((kind, name))) for kind, name in ask.wanted]
+        sums = [None if slot is None else self._records.sum_of(kind, slot) for kind, slot in found]
+        send_frame(connection, Answer(sums), self._secret)
+        for kind, slot in found:
+            if slot is not None:
+                connection.sendall(self._records.record(kind, slot))
+
+    def _refuse(self, connection: socket.socket, reason: str) -> None:
+        send_frame(connection, Answer([], reason, self._model), self._secret)
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    server: Listener
+
+    def handle(self) -> None:
+        # Whoever hangs up has what it wanted, or has given up.
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            self.server.sender.answer(self.request)

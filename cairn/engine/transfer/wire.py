@@ -1,0 +1,106 @@
+"""What passes between the two engines: one frame asks, one frame answers, records follow.
+
+A frame is its length, a keyed hash of its body, and the body in MessagePack. The hash is blake2b's
+with the secret as its key. Records follow the answer one after the other as they are, in the order
+in which they were asked for; the answer has a checksum for each of them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from hashlib import blake2b
+from typing import TypeVar
+
+import msgspec
+
+VERSION = 1
+HASH_BYTES = 16
+LONGEST_FRAME = 64 << 20
+T = TypeVar("T")
+
+
+class WireError(Exception):
+    """A frame that cannot be used.
+
+    Args:
+        reason: one word, for a metric.
+        message: for the log.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for the records of a ticket, whose right ends with the answer.
+
+    Attributes:
+        version: of the protocol.
+        model: what the one who asks serves: model, weights and layout of records.
+        ticket: says for what it has a right.
+        wanted: (kind, name) of records.
+    """
+
+    version: int
+    model: bytes
+    ticket: bytes
+    wanted: list[tuple[int, bytes]]
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Answers an Ask.
+
+    Attributes:
+        sums: checksum of each record that was asked for; None: it does not come.
+        refused: why nothing comes: "ticket", "model" or "version".
+        model: what the one who answers serves.
+    """
+
+    sums: list[int | None]
+    refused: str | None = None
+    model: bytes = b""
+
+
+def send_frame(connection: socket.socket, message: msgspec.Struct, secret: bytes) -> None:
+    """Send one frame."""
+    body = msgspec.msgpack.encode(message)
+    connection.sendall(len(body).to_bytes(4, "little") + _sign(body, secret) + body)
+
+
+def receive_frame(connection: socket.socket, kind: type[T], secret: bytes) -> T:
+    """Receive one frame.
+
+    Raises:
+        WireError: it was made with another secret, or is none.
+        OSError: the connection broke.
+    """
+    head = bytearray(4 + HASH_BYTES)
+    receive_into(connection, memoryview(head))
+    length = int.from_bytes(head[:4], "little")
+    if length > LONGEST_FRAME:
+        raise WireError("protocol", f"a frame has {length} bytes")
+    body = bytearray(length)
+    receive_into(connection, memoryview(body))
+    if not hmac.compare_digest(head[4:], _sign(body, secret)):
+        raise WireError("secret", "a frame was made with another secret")
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise WireError("protocol", f"a frame cannot be read: {error}") from None
+
+
+def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill a buffer. Raises OSError when the connection breaks."""
+    while view:
+        count = connection.recv_into(view)
+        if count == 0:
+            raise ConnectionResetError("the connection ended")
+        view = view[count:]
+
+
+def _sign(body: bytes | bytearray, secret: bytes) -> bytes:
+    # A key has 64 bytes at most; a secret may be longer.
+    key = blake2b(secret).digest() if secret else b""
+    return blake2b(body, key=key, digest_size=HASH_BYTES).digest()

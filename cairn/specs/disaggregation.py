@@ -1,0 +1,145 @@
+"""Options of prefill and decode in different processes; names are SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from cairn.errors import BadConfig
+
+SECRET_VARIABLE = "CAIRN_CLUSTER_SECRET"
+"""Environment variable with the secret that both processes share."""
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+MODES = ("null", PREFILL, DECODE, BOTH)
+BACKENDS = ("tcp", "nixl")
+ON_FAILURE = ("recompute", "fail")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisaggregationOptions:
+    """What a user may ask of it.
+
+    Attributes:
+        disaggregation_mode: "prefill" keeps the pages of prompts for others that ask for them,
+            "decode" takes those of other processes, "both" does both; None or "null": neither.
+        disaggregation_transfer_backend: "tcp"; "nixl" is known by name alone.
+        disaggregation_bootstrap_host: address at which others ask for pages, told to them.
+        disaggregation_bootstrap_port: its port; 0: any that is free.
+        disaggregation_load_failure: what a request does whose pages did not come: "recompute" runs
+            its prompt, "fail" ends it with status 503.
+    """
+
+    disaggregation_mode: str | None = field(
+        default=None,
+        metadata={
+            "choices": MODES,
+            "help": (
+                "prefill: keep the pages of prompts for others; decode: take those of others, as "
+                "kv_transfer_params of a request says; both.  [default: null]"
+            ),
+        },
+    )
+    disaggregation_transfer_backend: str = field(
+        default="tcp",
+        metadata={"choices": BACKENDS, "help": "How pages travel.  [default: tcp]"},
+    )
+    disaggregation_bootstrap_host: str = field(
+        default="127.0.0.1",
+        metadata={
+            "metavar": "ADDRESS",
+            "help": (
+                "Address at which others ask for pages; beyond loopback "
+                f"{SECRET_VARIABLE} must be set.  [default: 127.0.0.1]"
+            ),
+        },
+    )
+    disaggregation_bootstrap_port: int = field(
+        default=8998,
+        metadata={"type": int, "help": "Its port; 0: any that is free.  [default: 8998]"},
+    )
+    disaggregation_load_failure: str = field(
+        default="recompute",
+        metadata={
+            "choices": ON_FAILURE,
+            "help": (
+                "What a request does whose pages did not come: run its prompt, or fail with 503.  "
+                "[default: recompute]"
+            ),
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Disaggregation:
+    """How an engine shares the work with others.
+
+    Attributes:
+        sends: it keeps pages for others.
+        receives: it takes pages of others.
+        host, port: where others ask for pages.
+        recompute: a prompt whose pages did not come is run here.
+        secret: shared by all; empty: none.
+    """
+
+    sends: bool
+    receives: bool
+    host: str
+    port: int
+    recompute: bool
+    secret: bytes
+
+
+def disaggregation_options() -> tuple[Field[Any], ...]:
+    """The fields of `DisaggregationOptions`; their metadata says what a command line needs."""
+    return fields(DisaggregationOptions)
+
+
+def resolve_disaggregation(
+    options: DisaggregationOptions, host_memory: int, environment: Mapping[str, str]
+) -> Disaggregation | None:
+    """What the options mean; None: the engine works alone.
+
+    Args:
+        host_memory: bytes of the host prefix cache, through which all pages travel.
+        environment: variables, for the secret.
+
+    Raises:
+        BadConfig: an unknown value, a backend that is not there, no host memory, or an address
+            that others can reach without a secret.
+    """
+    for name, known in (
+        ("disaggregation_mode", (None, *MODES)),
+        ("disaggregation_transfer_backend", BACKENDS),
+        ("disaggregation_load_failure", ON_FAILURE),
+    ):
+        value = getattr(options, name)
+        if value not in known:
+            raise BadConfig(
+                f"{name} is {value!r}", f"Choose one of {', '.join(filter(None, known))}"
+            )
+    mode, port = options.disaggregation_mode, options.disaggregation_bootstrap_port
+    if mode in (None, "null"):
+        return None
+    if options.disaggregation_transfer_backend != "tcp":
+        raise BadConfig("disaggregation_transfer_backend is nixl, which is not built", "Use tcp")
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
+        raise BadConfig(f"disaggregation_bootstrap_port is {port!r}", "Give a port, or 0")
+    if not host_memory:
+        raise BadConfig(
+            f"disaggregation_mode is {mode}, but pages travel through host memory, of which "
+            "kv_host_memory gives none",
+            "Give --kv-host-memory too, such as 4GiB",
+        )
+    secret = environment.get(SECRET_VARIABLE, "").encode()
+    sends = mode in (PREFILL, BOTH)
+    host = options.disaggregation_bootstrap_host
+    if sends and not secret and host not in LOOPBACK:
+        raise BadConfig(
+            f"disaggregation_bootstrap_host is {host!r}, which others can reach, but there is no "
+            "secret",
+            f"Set {SECRET_VARIABLE} to the same text for all engines",
+        )
+    recompute = options.disaggregation_load_failure == "recompute"
+    return Disaggregation(sends, mode in (DECODE, BOTH), host, port, recompute, secret)

@@ -1,0 +1,258 @@
+"""Prefill in one engine and decode in another are one engine."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cairn.cache.host import PAGE
+from cairn.cache.invariants import check
+from cairn.engine.build import Built
+from cairn.engine.continuation import Continuation
+from cairn.engine.transfer.tickets import Tickets
+from cairn.engine.transfer.wire import Answer, send_frame
+from cairn.errors import BadConfig, BadRequest
+from cairn.types import KvTransferParams, SamplingParams
+from tests.engine.fakes import all_pages_back
+from tests.engine.harness import greedy, run, text, trace
+from tests.engine.test_families import build
+from tests.support import shows
+
+LANDMARKS = "landmarks and windows"
+PORT = {"disaggregation_bootstrap_port": 0}
+KEEP = KvTransferParams(do_remote_decode=True)
+NUMBERS = itertools.count()
+
+
+def options(family: str) -> dict:
+    return {"page_size": 16} if family == "recurrent" else {}
+
+
+def prefilling(family: str = LANDMARKS, **more) -> Built:
+    mode = {"disaggregation_mode": "prefill", **PORT}
+    return build(family, kv_host_memory="4MiB", **mode, **options(family), **more)
+
+
+def decoding(family: str = LANDMARKS, **more) -> Built:
+    more = {"disaggregation_mode": "decode", "kv_host_memory": "4MiB", **more}
+    return build(family, **options(family), **more)
+
+
+def serve(
+    built: Built, prompt: list[int], params: SamplingParams, transfer: KvTransferParams | None
+) -> list[Continuation]:
+    """All continuations of a prompt."""
+    core, name = built.core, next(NUMBERS)
+    found = [
+        core.add(f"{name}.{i}", prompt, params, index=i, transfer=transfer) for i in range(params.n)
+    ]
+    while core.has_work:
+        core.step()
+    return found
+
+
+def prefilled(built: Built, prompt: list[int]) -> KvTransferParams:
+    """What the engine that prefills answers."""
+    (done,) = serve(built, prompt, SamplingParams(max_tokens=1, temperature=0), KEEP)
+    assert done.transfer is not None
+    return done.transfer
+
+
+def settled(built: Built) -> None:
+    """Nothing runs, and nothing is leaked, taken or held."""
+    transfers = built.core.transfers
+    deadline = time.monotonic() + 20
+    while transfers.running or (transfers._tickets and len(transfers._tickets)):
+        assert time.monotonic() < deadline
+        transfers.poll()
+        time.sleep(0.001)
+    transfers.poll()
+    check(built.core.cache, ())
+    assert all_pages_back(built.core)
+    assert not any(slots.taken or slots.held for slots in built.core.cache.host.slots)
+
+
+@shows("hils qwen3_5", "PD")
+@pytest.mark.parametrize("family", [LANDMARKS, "recurrent"])
+def test_pages_of_another_engine_give_the_bits_of_a_warm_cache(family: str) -> None:
+    first, second, alone = prefilling(family), decoding(family), build(family, **options(family))
+    per_page, vocab = alone.core.cache.slots.tokens_per_page, alone.spec.vocab_size
+    prompt = text(1, 4 * per_page + 3, vocab)
+    run(alone, [prompt], greedy(6))
+    warm = run(alone, [prompt], greedy(6))[0]
+    (done,) = serve(second, prompt, greedy(6), prefilled(first, prompt))
+    got = trace(done, vocab)
+    assert got.cached == warm.cached == 4 * per_page
+    assert got.tokens == warm.tokens and np.array_equal(got.logprobs, warm.logprobs)
+
+    # What the second engine holds already, on the device or not, it does not ask for again.
+    longer = prompt + text(2, per_page, vocab)
+    loaded = second.core.cache.host.loaded
+    (done,) = serve(second, longer, greedy(6), prefilled(first, longer))
+    assert done.request.cached == 5 * per_page
+    assert second.core.cache.host.loaded <= loaded + 3
+    assert trace(done, vocab).tokens == run(alone, [longer], greedy(6))[0].tokens
+    assert not second.core.transfers.failures
+    settled(first)
+    settled(second)
+    # Other weights, or another model, have other pages.
+    other = decoding(family, load_format="random")
+    (failed,) = serve(other, prompt, greedy(6), prefilled(first, prompt))
+    assert failed.status == 400 and "serves another model" in failed.error
+    settled(other)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Built, Built, Built]:
+    """An engine that prefills, one that decodes, and one that does both."""
+    return prefilling(), decoding(), build(LANDMARKS)
+
+
+def prompt_of(built: Built) -> list[int]:
+    """A prompt of some pages that no test had before."""
+    return text(100 + next(NUMBERS), 4 * built.core.cache.slots.tokens_per_page + 3)
+
+
+def test_requests_of_all_kinds_are_those_of_one_engine(pair: tuple[Built, Built, Built]) -> None:
+    first, second, alone = pair
+    many = SamplingParams(n=3, seed=7, max_tokens=5, logprobs=2, ignore_eos=True)
+    for params in (
+        many,
+        replace(many, n=1, presence_penalty=1.5, top_p=0.9),
+        replace(many, n=1, prompt_logprobs=1),
+        replace(many, n=1, max_tokens=1),
+    ):
+        prompt = prompt_of(alone)
+        given = prefilled(first, prompt)
+        got, expected = serve(second, prompt, params, given), serve(alone, prompt, params, None)
+        for one, other in zip(got, expected, strict=True):
+            assert one.stream.output.token_ids == other.stream.output.token_ids
+        assert got[0].request.cached == (0 if params.prompt_logprobs else len(prompt) - 3)
+    assert not second.core.transfers.failures
+    settled(first)
+    settled(second)
+
+
+def failed_once(pair: tuple[Built, Built, Built], prompt: list[int], given, reason: str) -> int:
+    """The request is served without the pages that did not come; returns the cached tokens."""
+    _, second, alone = pair
+    before = second.core.transfers.failures[reason]
+    (done,) = serve(second, prompt, greedy(4), given)
+    assert second.core.transfers.failures[reason] == before + 1
+    assert done.stream.output.token_ids == run(alone, [prompt], greedy(4))[0].tokens
+    settled(second)
+    return done.request.cached
+
+
+def test_what_does_not_come_is_computed_here(
+    pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, alone = pair
+    prompts = [prompt_of(alone) for _ in range(7)]
+    # A ticket is good once.
+    given = prefilled(first, prompts[0])
+    serve(second, prompts[1], greedy(1), given)
+    settled(first)
+    assert failed_once(pair, prompts[0], given, "ticket") == 0
+    # It expires, and gives back what it held.
+    with monkeypatch.context() as patch:
+        patch.setattr(first.core.transfers, "_tickets", Tickets(first.core.cache.host, 0.0))
+        given = prefilled(first, prompts[2])
+        settled(first)
+    assert failed_once(pair, prompts[2], given, "ticket") == 0
+    # A record changes in the memory of the one who prefilled.
+    given = prefilled(first, prompts[3])
+    (_, slot), *_ = reversed(first.core.cache.host.slots[PAGE].kept.items())
+    first.core.executor.records.record(PAGE, slot)[3] ^= 1
+    # Windows are those behind the whole prompt: no shorter prefix can be resumed from.
+    assert failed_once(pair, prompts[3], given, "damaged") == 0
+    # A record is gone.
+    given = prefilled(first, prompts[4])
+    ticket = first.core.transfers._tickets._open[bytes.fromhex(given.remote_request_id)]
+    kind, name = next(key for key in ticket.records if key[0] == PAGE)
+    first.core.cache.host.slots[kind].release(ticket.records.pop((kind, name)))
+    assert failed_once(pair, prompts[4], given, "missing") == 0
+    settled(first)
+    # Nobody is there.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = replace(given, remote_port=free.getsockname()[1])
+    assert failed_once(pair, prompts[5], nobody, "connection") == 0
+    # It goes away in the midst of it, and with --disaggregation-load-failure fail that is an error.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        leaving = replace(given, remote_port=server.getsockname()[1])
+        monkeypatch.setattr(second.core.transfers, "_recompute", False)
+        core = second.core
+        done = core.add("gone", prompts[6], greedy(4), transfer=leaving)
+        connection, _ = server.accept()
+        send_frame(connection, Answer([0] * 9), b"")
+        connection.sendall(b"\0" * 100)
+        connection.close()
+        while core.has_work:
+            core.step()
+    assert done.status == 503 and "Send the prompt again" in done.error
+    settled(second)
+
+
+def test_a_secret_is_shared_or_nothing_is(
+    pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _, alone = pair
+    monkeypatch.setenv("CAIRN_CLUSTER_SECRET", "of another cluster")
+    prompt, tickets = prompt_of(alone), first.core.transfers._tickets
+    given = prefilled(first, prompt)
+    assert failed_once((first, decoding(), alone), prompt, given, "secret") == 0
+    # That did not use the ticket up.
+    assert tickets.claim(bytes.fromhex(given.remote_request_id)) is not None
+    tickets.end(bytes.fromhex(given.remote_request_id))
+    settled(first)
+
+
+def test_aborts_leak_nothing(pair: tuple[Built, Built, Built]) -> None:
+    first, second, alone = pair
+    for number in range(12):
+        prompt = prompt_of(alone)
+        given = prefilled(first, prompt)
+        done = second.core.add(f"abort {number}", prompt, greedy(4), transfer=given)
+        for _ in range(number % 4):
+            second.core.step()
+        second.core.abort(done.request.id)
+        while second.core.has_work:
+            second.core.step()
+    settled(first)
+    settled(second)
+
+
+def test_what_cannot_be_is_refused(pair: tuple[Built, Built, Built]) -> None:
+    first, second, alone = pair
+    prompt, params = [1, 2, 3], greedy(1)
+    with pytest.raises(BadRequest, match="this one works alone"):
+        alone.core.add("r", prompt, params, transfer=KEEP)
+    with pytest.raises(BadRequest, match="keeps no pages for others"):
+        second.core.add("r", prompt, params, transfer=KEEP)
+    take = KvTransferParams(do_remote_prefill=True, remote_host="h", remote_port=5)
+    with pytest.raises(BadRequest, match="takes no pages of others"):
+        first.core.add("r", prompt, params, transfer=take)
+    with pytest.raises(BadRequest, match="'h', 5 and None.*Pass on"):
+        second.core.add("r", prompt, params, transfer=take)
+    assert not second.core.has_work
+    for changes, message in (
+        ({"disaggregation_mode": "half"}, "disaggregation_mode is 'half'"),
+        ({"kv_host_memory": None}, "kv_host_memory gives none"),
+        ({"disaggregation_transfer_backend": "nixl"}, "nixl, which is not built. Use tcp"),
+        ({"disaggregation_bootstrap_port": 70000}, "disaggregation_bootstrap_port is 70000"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        (
+            {"disaggregation_mode": "both", "disaggregation_bootstrap_host": "0.0.0.0"},
+            "Set CAIRN_CLUSTER_SECRET",
+        ),
+    ):
+        with pytest.raises(BadConfig, match=message):
+            decoding(**changes)
+    taken = first.core.transfers._address[1]
+    with pytest.raises(BadConfig, match=rf"port {taken} .*--disaggregation-bootstrap-port"):
+        decoding(disaggregation_mode="prefill", disaggregation_bootstrap_port=taken)

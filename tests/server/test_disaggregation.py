@@ -1,0 +1,86 @@
+"""Two servers, one that prefills and one that decodes, behind what a router does."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import httpx
+import pytest
+
+from tests.engine.children import MODEL
+from tests.server.running import running
+
+FLAGS = ("--kv-host-memory", "16MiB", "--dtype", "float32", "--device", "cpu")
+PROMPT = "The river goes down to the sea, and the sea goes up to the sky again. " * 4
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+REQUESTS = (
+    {"temperature": 0},
+    {"temperature": 1, "seed": 5, "n": 3, "logprobs": 2},
+    {"temperature": 0.7, "seed": 6, "repetition_penalty": 1.2, "guided_json": SCHEMA},
+)
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    mode, port = "--disaggregation-mode", ("--disaggregation-bootstrap-port", "0")
+    first, second = (tmp_path_factory.mktemp(name) for name in ("prefill", "decode"))
+    with (
+        running(first, str(MODEL), *FLAGS, mode, "prefill", *port) as prefill,
+        running(second, str(MODEL), *FLAGS, mode, "decode") as decode,
+    ):
+        yield prefill, decode
+
+
+def routed(prefill, decode, path="/v1/completions", **body):
+    """What a router does: the prompt to one, the rest to the other."""
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
+    once = {**body, "max_tokens": 1, "kv_transfer_params": asked}
+    given = httpx.post(prefill.url + path, json=once, timeout=60).json()["kv_transfer_params"]
+    rest = {**body, "kv_transfer_params": given}
+    return httpx.post(decode.url + path, json=rest, timeout=60).json()
+
+
+def failures(server) -> float:
+    lines = server.get("/metrics").text.splitlines()
+    (line,) = (line for line in lines if line.startswith("cairn:kv_load_failures_total{"))
+    return float(line.split()[-1])
+
+
+def test_two_servers_answer_as_one(servers):
+    prefill, decode = servers
+    for number, fields in enumerate(REQUESTS):
+        body = {"prompt": f"{number} {PROMPT}", "max_tokens": 12, **fields}
+        got = routed(*servers, **body)
+        alone = prefill.complete(**body).json()
+        assert got["choices"] == alone["choices"]
+        assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+        assert "kv_transfer_params" not in alone
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "temperature": 0}
+    got = routed(*servers, path="/v1/chat/completions", **chat)
+    alone = httpx.post(prefill.url + "/v1/chat/completions", json=chat, timeout=60).json()
+    assert got["choices"] == alone["choices"]
+    asked = {"do_remote_decode": True}
+    for fields, message in (
+        ({"stream": True, "kv_transfer_params": asked}, "the answer is a stream"),
+        ({"prompt": ["a", "b"], "kv_transfer_params": asked}, "there are 2"),
+    ):
+        answer = prefill.complete(**fields)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+    refused = decode.complete(kv_transfer_params=asked)
+    assert refused.status_code == 400 and "keeps no pages" in refused.json()["error"]["message"]
+    assert failures(decode) == 0
+
+
+def test_a_dead_server_is_done_without(servers):
+    prefill, decode = servers
+    body = {"prompt": f"dead {PROMPT}", "max_tokens": 5, "temperature": 0}
+    asked = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    given = prefill.complete(**asked).json()["kv_transfer_params"]
+    alone = prefill.complete(**body).json()
+    os.kill(prefill.engine.pid, signal.SIGKILL)
+    prefill.wait_end()
+    got = decode.complete(**body, kv_transfer_params=given).json()
+    assert got["choices"] == alone["choices"]
+    decode.wait_for(lambda: failures(decode) == 1)
+    assert decode.ledger()["problems"] == []
