@@ -45,7 +45,7 @@ class Engine:
     def load(self):
         return self.live, ROOM
 
-    def submit(self, prompt, params, priority=0, request_id=None, media=None):
+    def submit(self, prompt, params, priority=0, request_id=None, media=None, transfer=None):
         if self.vanished:
             raise EngineDead("nobody is there")
         if self.live + params.n > ROOM:
