@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -321,3 +322,35 @@ def test_draft_layers_are_skipped_and_nothing_else(tmp_path):
     for name in ("model.layers.9.eh_proj.weight", "model.layers.3.self_attn.indexer.wk.weight"):
         with pytest.raises(BadModel, match=f"unexpected: {name}"):
             load(copied(case, tmp_path, with_more(name)))
+
+
+def fused(tensors):
+    """The same checkpoint with one tensor for all experts of a layer, and one for their scales."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    layers = {name.partition("experts.")[0] for name in tensors if ".experts." in name}
+    kinds = {"weight": "", "weight_scale_inv": "_scale_inv"}
+    maps = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+    for layer, end, name in itertools.product(layers, kinds, maps):
+        of_map = [
+            [tensors[f"{layer}experts.{e}.{one}.{end}"] for one in maps[name]] for e in range(4)
+        ]
+        stacked = torch.stack([torch.cat([x.view(torch.uint8) for x in own]) for own in of_map])
+        found[f"{layer}experts.{name}{kinds[end]}"] = stacked.view(of_map[0][0].dtype)
+    return found
+
+
+def test_experts_in_8_bits_are_read_in_both_layouts(tmp_path):
+    case = "v32_fp8_scale_ue8m0"
+    wanted = dict(load(GOLDENS / case).named_parameters())
+    found = dict(load(copied(case, tmp_path, fused)).named_parameters())
+    experts = [name for name in wanted if ".gate_up." in name or ".ffn.down." in name]
+    assert any(name.endswith("gate_up.scale") for name in experts)
+    for name in experts:
+        assert torch.equal(found[name].view(torch.uint8), wanted[name].view(torch.uint8)), name
+
+    def without(end):
+        return lambda t: {k: v for k, v in fused(t).items() if not k.endswith(end)}
+
+    for end in ("gate_up_proj_scale_inv", "down_proj"):
+        with pytest.raises(BadModel, match=rf"missing: .*experts\.{end}"):
+            load(copied(case, tmp_path, without(end)))

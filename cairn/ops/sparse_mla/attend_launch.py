@@ -48,7 +48,7 @@ def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
     if not quantized:
         return True
     if not rope:
-        # Of records that are values whole, which the kernel does not read.
+        # The second format of `records`, which the kernel does not read.
         return False
     even = rope % 2 == 0 and all(n % 4 == 0 for n in (*cache.stride()[:2], cache.storage_offset()))
     return even and (gpu.INTERPRETED or gpu.knows_e4m3(q.device))

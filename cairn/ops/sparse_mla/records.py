@@ -5,9 +5,10 @@ fp8_ds) is bytes, [pages, S, r + 4 * (r / 128) + 2 * dr] uint8: the latent as fl
 the float32 scales of its tiles of 128, and the rotary key in bfloat16. With r = 512 and dr = 64 a
 record has 656 bytes. A scale is a power of two: there are readers that take its exponent alone.
 
-A second quantized format is that of records of which every number is a value (584 bytes in
-DeepSeek-V4): r numbers in float8, a byte of e8m0 for each of their tiles of 64, these bytes padded
-to a multiple of 8, and dr numbers in bfloat16. It is told from the first by r / 64, which is odd.
+A second quantized format is for records whose value is the whole record, rotated numbers too
+(DeepSeek-V4: 584 bytes): r numbers in float8, a byte of e8m0 for each of their tiles of 64, padded
+to a multiple of 8 bytes, and dr numbers in bfloat16. The width says which format a record has: r
+is a multiple of 128 in the first, and an odd multiple of 64 in the second.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, scale_for
 TILE = 128
 """Numbers of a latent that share a scale."""
 WHOLE_TILE, WHOLE_SCALES = 64, 8
-"""The same of records that are values whole, and what their bytes of scales are a multiple of."""
+"""Of the second format: numbers that share a scale, and what the number of scales is padded to a
+multiple of."""
 LEAST_SCALE = 1e-4
 """A tile of zeros has a scale, too: the power of two above."""
 
@@ -39,13 +41,14 @@ def record_bytes(latent: int, rope: int) -> int:
 
 
 def whole_bytes(latent: int, rope: int) -> int:
-    """Bytes of a quantized record of which every number is a value."""
+    """Bytes of a record of the second format."""
     scales = -(-latent // WHOLE_TILE)
     return latent + -(-scales // WHOLE_SCALES) * WHOLE_SCALES + 2 * rope
 
 
 def whole_latent(width: int, size: int) -> int | None:
-    """Numbers in float8 of such a record of `width` numbers in `size` bytes; None: it is none."""
+    """r of a record of the second format, of `width` numbers in `size` bytes; None: there is no
+    such record."""
     counts = range(WHOLE_TILE, width + 1, 2 * WHOLE_TILE)
     return next((n for n in counts if whole_bytes(n, width - n) == size), None)
 
@@ -85,7 +88,7 @@ def quantize(latent: Tensor, k_pe: Tensor) -> Tensor:
 
 
 def _quantize_whole(latent: Tensor, k_pe: Tensor) -> Tensor:
-    """Those of which every number is a value."""
+    """The same in the second format."""
     tiles = latent.float().unflatten(-1, (-1, WHOLE_TILE))
     amax = tiles.abs().amax(dim=-1).clamp(min=LEAST_SCALE)
     exponent = e8m0.encode(scale_for(amax, E4M3_MAX))
@@ -96,8 +99,7 @@ def _quantize_whole(latent: Tensor, k_pe: Tensor) -> Tensor:
 
 
 def dequantize_whole(records: Tensor, latent: int) -> Tensor:
-    """What records [..., bytes] uint8 are worth of which every number is a value, and `latent` are
-    in float8: [..., r + dr] float32."""
+    """Records [..., bytes] uint8 of the second format, r = `latent`, as [..., r + dr] float32."""
     tiles = latent // WHOLE_TILE
     scales = -(-tiles // WHOLE_SCALES) * WHOLE_SCALES
     rope = records.shape[-1] - latent - scales
@@ -110,7 +112,7 @@ def dequantize_whole(records: Tensor, latent: int) -> Tensor:
 
 
 def dequantize(records: Tensor, latent: int) -> Tensor:
-    """What records [..., bytes] uint8 are worth, [..., r + dr] float32."""
+    """Records [..., bytes] uint8 of the first format, r = `latent`, as [..., r + dr] float32."""
     scales = latent // TILE * 4
     rope = records.shape[-1] - latent - scales
     numbers, scale, k_pe = (part.contiguous() for part in records.split((latent, scales, rope), -1))
