@@ -49,7 +49,11 @@ class GqaAttention(nn.Module):
         self.output_gate = spec.output_gate
         joint, out = self._parts_of(spec), [Rows("o_proj", hidden)]
         self.qkv = Linear(hidden, joint, spec.bias, dtype=dtype, scheme=scheme)
-        self.out = Linear(self.q_width, out, spec.out_bias, dtype=dtype, scheme=scheme, group=group)
+        # Heads that are projected: of all that ranks with the same KV head compute, those of one.
+        projected = spec.out_heads or spec.num_heads
+        begin = group.rank % (spec.num_heads // projected) * projected
+        self.own, width = slice(begin, begin + projected), projected * spec.head_dim
+        self.out = Linear(width, out, spec.out_bias, dtype=dtype, scheme=scheme, group=group)
         self.q_norm = self._norm_of(spec, spec.qk_norm, self.q_width, dtype)
         self.k_norm = self._norm_of(spec, spec.qk_norm, self.kv_width, dtype)
         # [begin, end) of the heads of q, of k and of what a subclass adds, in the fused projection.

@@ -81,7 +81,7 @@ class HilsAttention(GqaAttention):
         cos_sin = None if self.rotary is None else angles.of(self.rotary)
         q, k, v, z = self._project(self.qkv(h.x, h.norm), cos_sin, layer, angles)
         mu = self._summary_query(cos_sin, layer.completed)
-        return Product(self.out, layer.run(HilsInputs(q, k, v, z, mu)).flatten(1))
+        return Product(self.out, layer.run(HilsInputs(q, k, v, z, mu))[:, self.own].flatten(1))
 
     def _added(self, projected: Tensor) -> Tensor | None:
         if self.lmk_q_up is None:

@@ -30,6 +30,7 @@ class GqaSpec:
         output_gate: each query head has a gate beside it; outputs are multiplied by its sigmoid.
         draft_width: of a draft layer, the width of the hidden states that it reads: slot 0 of its
             cache is no key, and the state of the last token of each page is kept. Else 0.
+        out_heads: heads that a rank projects, of more that it computes; 0: all.
         backend: name of the attention backend that computes it.
     """
 
@@ -47,6 +48,7 @@ class GqaSpec:
     out_bias: bool = False
     output_gate: bool = False
     draft_width: int = 0
+    out_heads: int = 0
     backend: str = ""
 
     def __post_init__(self) -> None:

@@ -63,14 +63,14 @@ class HilsSpec(GqaSpec):
             object.__setattr__(self, "backend", HSA)
 
     def of_rank(self, ranks: int) -> Self:
-        """See the base. Queries of a KV head select its pages together, so they stay together."""
-        if self.selects and ranks > self.num_kv_heads:
-            raise BadConfig(
-                f"the queries of {self.num_kv_heads} KV heads select pages by head, so they cannot "
-                f"be divided between {ranks} ranks"
-            )
+        """See the base. The query heads of a KV head select its pages together: ranks that hold the
+        same KV head compute all of them, and project a part each."""
         # A class with slots is made twice, so super() does not know it.
-        return GqaSpec.of_rank(self, ranks)
+        own = GqaSpec.of_rank(self, ranks)
+        if not self.selects or ranks <= self.num_kv_heads:
+            return own
+        together = self.num_heads // self.num_kv_heads
+        return replace(own, num_heads=together, out_heads=own.num_heads)
 
     @property
     def selects(self) -> bool:
