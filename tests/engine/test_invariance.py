@@ -127,14 +127,14 @@ def test_retracted_and_resumed_against_undisturbed(case, device):
     size = engine(case, device=device).config.page_size
     prompts = [text(20 + i, 3 * size) for i in range(4)]
     tight = engine(case, device=device, max_model_len=12 * size)
-    # Half of the pages are taken away: four sequences of ten pages cannot run side by side.
+    # Half of the pages are taken away: four sequences of seven pages cannot run side by side.
     cache = tight.core.cache
     hostage = occupy(cache, keep=22)
-    got = run(tight, prompts, greedy(7 * size), poisoned=True)
+    got = run(tight, prompts, greedy(4 * size), poisoned=True)
     assert tight.core.scheduler.preemptions > 0
     cache.close(hostage)
     for prompt, one in zip(prompts, got, strict=True):
-        assert_same(run(engine(case, device=device), [prompt], greedy(7 * size))[0], one)
+        assert_same(run(engine(case, device=device), [prompt], greedy(4 * size))[0], one)
 
 
 @pytest.mark.parametrize("case", SMALL)
