@@ -101,7 +101,7 @@ def serve(built: Built, prompts, params, rng=None, hostage: Lease | None = None)
 @shows("qwen3_next qwen3_5 glm_moe_dsa deepseek_v4", "speculation")
 @pytest.mark.parametrize(
     "family, overlap",
-    zip([*RECURRENT, *LATENT, COMPRESSED], [True, False, True, True], strict=True),
+    list(zip([*RECURRENT, *LATENT, COMPRESSED], [True, False, True, True], strict=True)),
 )
 def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bool) -> None:
     """Prefix cache, chunks, batches, aborts and retractions: a guess depends on the text alone."""
