@@ -1,8 +1,8 @@
-"""Steps in which rows run branches beside their guesses.
+"""Steps in which rows run several branches of guesses.
 
-Each branch is a row of the page tables of its own: the pages of its row, but for the last, in whose
-place stands a copy of it. So kernels attend as they always do, and no branch sees another. When it
-is known which branch has the most right guesses, its page is copied back.
+Each branch has a row of the page tables of its own: the pages of its row, with a copy of the last
+one in that page's place. So kernels attend as in any step, and no branch sees another. After the
+step the page of the branch with the most right guesses is copied back.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ class Tree(NamedTuple):
     """The branches of a step.
 
     Attributes:
-        plan: the step with a work for each branch behind the others.
-        chains: [R, width], which works of those that choose are of each row: its own, then its
-            branches, then its own again.
-        pages: by page group, [R, width], the pages that these write last; of rows without branches
-            the same page.
+        plan: the step, with one more work for each branch behind the others.
+        chains: [R, width], for each row the numbers, among works that sample, of its own work and
+            of its branches; its own number again where it has fewer branches.
+        pages: by page group, [R, width], the last page of each of these works.
     """
 
     plan: StepPlan
@@ -37,8 +36,8 @@ class Tree(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, rows: Rows) -> Tree | None:
-        """That of a plan, whose grants are written to the host's tables; None where no row has
-        branches."""
+        """The branches of a plan, None where no row has any; writes the plan's grants to the host's
+        page tables."""
         works = [work for work in plan.work if work.sample]
         if not any(work.branches for work in works):
             return None
@@ -67,16 +66,16 @@ class Tree(NamedTuple):
                 pools.copy_pages(group, source, target)
 
     def end(self, last: Tensor, counts: Tensor, pools: CachePools) -> tuple[Tensor, Tensor]:
-        """Keep of each row the branch with the most tokens that count.
+        """Of each row keep the work with the most tokens that count: copy its page back.
 
         Args:
-            last, counts: of all works that choose, see `Drafts.accept`.
+            last, counts: of all works that sample, see `Drafts.accept`.
         Returns:
-            Those of the rows [R].
+            `last` and `counts` of the kept works [R].
         """
         chains, *pages = send((self.chains, *self.pages), last.device)
         order = torch.arange(chains.shape[1], device=last.device)
-        # Of equals the first.
+        # The first of equals.
         best = (counts[chains] * chains.shape[1] - order).argmax(dim=1, keepdim=True)
         for group, found in enumerate(pages):
             pools.copy_pages(group, found.gather(1, best)[:, 0], found[:, 0])
@@ -84,7 +83,7 @@ class Tree(NamedTuple):
         return last[chosen], counts[chosen]
 
     def best(self, counts: Sequence[int]) -> list[int]:
-        """The same on the host: the works of the rows that are kept [R]."""
+        """The same choice on the host: the numbers of the kept works [R]."""
         held = np.array(counts)[self.chains]
         chosen = self.chains[np.arange(len(held)), held.argmax(axis=1)]
         return list(chosen.tolist())

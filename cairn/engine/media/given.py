@@ -25,7 +25,7 @@ from cairn.specs.media import MediaLimits
 from cairn.specs.vision import MODALITIES, VIDEO, MediaSpec
 
 PARTS = {f"{modality}{form}": modality for modality in MODALITIES for form in ("", "_url", "_pil")}
-"""Types of content parts -> modality. What a part holds stands under its type's name."""
+"""Type of a content part -> modality. A part has its value under the key named like its type."""
 TEXT_ALONE = "this model reads text only"
 
 
@@ -37,7 +37,7 @@ class Given:
         modality: "image" or "video".
         value: a URL, the bytes of a file, an image of Pillow, or an array of pixels; of a video
             also a list of images, or any of this with {"fps": frames a second}.
-        name: where it stands, for errors.
+        name: its path in the request, for error messages.
     """
 
     modality: str
@@ -48,8 +48,8 @@ class Given:
 def taken_out(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[Given]]:
-    """Messages whose content parts of images and videos are {"type": modality} alone, and what
-    these held, in order.
+    """The messages with image and video parts reduced to {"type": modality}, and the images and
+    videos of these parts, in order.
 
     Raises BadRequest for a part that holds nothing.
     """
@@ -81,7 +81,7 @@ def _part(part: Any, name: str, found: list[Given]) -> Any:
 
 
 def of_data(data: Any) -> list[Given]:
-    """What `multi_modal_data` holds: {"image": one or a list, "video": one or a list}.
+    """The images and videos of `multi_modal_data`, {"image": one or a list, "video": likewise}.
 
     Raises BadRequest for anything else.
     """
@@ -114,7 +114,7 @@ def check_counts(given: Sequence[Given], limits: MediaLimits) -> None:
 
 
 def prepared(given: Given, media: MediaSpec, limits: MediaLimits) -> Prepared:
-    """Read, decode and resize one.
+    """Read, decode and resize an image or a video.
 
     Raises BadRequest for what cannot be read.
     """

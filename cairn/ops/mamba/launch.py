@@ -1,4 +1,4 @@
-"""Launches of this family's kernels."""
+"""Launches of the kernels of the convolution and of the gated delta rule."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cairn.ops.mamba.recurrence import CHUNK
 from cairn.ops.pdl import uses_pdl
 
 MOST_SEQUENCES = 1 << 12
-"""Every program of the chunked rule looks at all of them at once."""
+"""Most sequences of a call: every program of the chunked rule searches all of their starts."""
 WIDEST = 256
-"""Columns of a state that a program holds."""
+"""Most columns K of a state: a program holds whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class Sequences:
         slots: [count] integers, of states; None: sequence n has slot n.
         stored: [count] integers, slots of the states behind the tokens; None: `slots`.
         has_initial_state: [count] bool, whether a sequence has a state.
-        first: [count] integers, the place of the first token in a longer whole.
+        first: [count] integers, the slot of a sequence's first token; chunks begin at multiples of
+            CHUNK slots.
     """
 
     count: int
@@ -55,7 +56,7 @@ class Rule:
         a_log, dt_bias: [HV], or dt_bias [HV, K]; None: a and b are the logarithm of the decay and
             the strength.
         scale: of queries.
-        normalised: whether queries and keys get length 1.
+        normalised: whether queries and keys are divided by their lengths (l2 norm).
         beta, threshold: of softplus.
     """
 
@@ -73,14 +74,14 @@ class Rule:
 
 
 def in_order(x: Tensor, batches: int = 2) -> Tensor:
-    """x with its first axes as one, and the numbers of its last axis side by side."""
+    """x with its first `batches` axes flattened, and its last axis contiguous."""
     x = x.flatten(0, batches - 1) if batches > 1 else x
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """What is done with inputs [channels, tokens].
+    """The depthwise convolution of inputs [channels, tokens].
 
     Attributes:
         weight: [D, W].

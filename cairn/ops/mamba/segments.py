@@ -1,4 +1,4 @@
-"""Sequences side by side in one tensor, and the looks at what says where they are."""
+"""Sequences side by side in one tensor: where they begin, and checks of that."""
 
 from __future__ import annotations
 

@@ -32,5 +32,5 @@ NETS = {
 
 
 def net_of(draw: Draw) -> Net:
-    """The one of a size."""
+    """The layer of the drawn size: "full" or "tiny"."""
     return NETS[draw.sizes]

@@ -1,22 +1,22 @@
-"""Constants of this family's launches."""
+"""Tuning constants of the kernels of the convolution and of the gated delta rule."""
 
 from __future__ import annotations
 
 import torch
 
 CONV_TOKENS, CONV_CHANNELS, CONV_WARPS = 32, 128, 4
-"""Tokens and channels of a program of the convolution by tokens."""
+"""Tokens, channels and warps of a program of `conv_tokens_kernel`."""
 CONV_EACH, CONV_EACH_WARPS = 256, 4
-"""Channels of a program of the convolution by sequences."""
+"""Channels and warps of a program of `conv_sequences_kernel`."""
 CHUNKS_ON_CUDA = False
-"""Whether a GPU runs long sequences in chunks: those kernels have read memory that is not theirs on
-an H200, why is not known. Until it is, tokens run one after the other."""
+"""Whether a GPU runs long sequences in chunks. Off: on an H200 these kernels made an illegal memory
+access whose cause is not known, so tokens run one after the other."""
 CHUNK_WARPS, CHUNK_ROWS = 4, False
-"""Warps of a program that works one chunk out, and whether it inverts its small blocks by rows."""
+"""Warps of a program of one chunk, and whether it inverts the small triangular blocks by rows."""
 TABLE = 64
-"""Entries of the table of chunks that are written together."""
+"""Entries of the table of chunks that a program writes."""
 BUSY = 128
-"""States of which a few programs each fill a GPU."""
+"""From so many states on, fewer and larger programs a state fill a GPU."""
 
 
 def in_chunks(device: torch.device) -> bool:

@@ -1,9 +1,9 @@
-"""The layout of weights of 4 and 8 bits that the engine multiplies with.
+"""The layout of packed weights of 4 and 8 bits that the engine multiplies with.
 
 A matrix [N, K] is int32 words [W, N]: word row 16 t + r of a column holds the numbers
-k = 16 (p t + j) + r for j = 0 .. p - 1, p = 32 / bits, the first in its lowest bits. What a shift
-takes out of 16 rows of words is 16 neighbouring numbers, as tensor cores multiply them. K is filled
-up to a multiple of 16 p with codes of 0.
+k = 16 (p t + j) + r for j = 0 .. p - 1, p = 32 / bits, the first in its lowest bits. One shift and
+mask of 16 rows of words thus gives 16 consecutive k of a column, a tensor core's step along K. K is
+padded to a multiple of 16 p with codes of 0.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from cairn.ops.weight_only import packing
 from cairn.ops.weight_only.packing import WORD
 
 ROWS = 16
-"""Of words that are read together."""
+"""Rows of words in a block."""
 
 
 def block(bits: int) -> int:
-    """Numbers of a column in ROWS words."""
+    """Numbers of a column in a block: K is padded to a multiple of it."""
     return ROWS * WORD // bits
 
 
 def words_of(width: int, bits: int) -> int:
-    """W, of a matrix of so many columns."""
+    """W: rows of words of a matrix with K = `width`."""
     return -(-width // block(bits)) * ROWS
 
 

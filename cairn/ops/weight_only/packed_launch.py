@@ -1,4 +1,4 @@
-"""How products with weights of 4 and 8 bits are launched."""
+"""Launches of the matrix products with packed weights of 4 and 8 bits."""
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ from cairn.ops.weight_only.packed_kernels import (
 )
 
 MOST_TOKENS = 64
-"""More are multiplied with the weight in their own dtype."""
-NUMBERS = 64
-"""Columns of words of a program."""
+"""Most tokens that the packed kernel takes; for more, `linear_packed` dequantises the weight and
+multiplies in the tokens' dtype."""
+COLUMNS = 64
+"""Output columns of a program."""
 PROGRAMS_A_PROCESSOR = 4
-"""That a product of few tokens is split into."""
-FEWEST_BLOCKS = 4
-"""Of a part of the sums."""
+"""Programs a multiprocessor that split-K aims at when the columns alone give fewer."""
+LEAST_BLOCKS = 4
+"""Fewest blocks of K in a part of split-K."""
 SUMMED = 1024
+"""Outputs of a program that adds up the parts of split-K."""
 OFFSETS = {(torch.float16, 4): 1024.0, (torch.float16, 8): 1024.0, (torch.bfloat16, 4): 128.0}
-"""Dtype of the tokens, bits -> what is added to codes in it."""
+"""(Dtype of the tokens, bits) -> the float whose mantissa bits codes are written into: the float's
+bits, or'ed with a code, are worth the sum of both."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A weight.
+    """A weight [N, K] in the layout of `cairn.ops.weight_only.layout`.
 
     Attributes:
         words: [.., W, N] int32.
         scale: [.., G, N] float32.
         zero: [.., G, N] int16, or None.
-        bits, width: of a code, and K.
-        e4m3: codes are numbers, and not integers.
+        bits: of a code.
+        width: K.
+        e4m3: codes are float8 e4m3 numbers, not integers.
     """
 
     words: Tensor
@@ -53,19 +57,19 @@ class Packed:
 
     @property
     def group(self) -> int:
-        """Numbers that share a scale."""
+        """Numbers of a row that share a scale."""
         return self.width // self.scale.shape[-2]
 
 
 def accepts(weight: Packed) -> bool:
-    """Words, scales and zero points side by side."""
+    """Whether kernels read the weight: it is contiguous and not empty."""
     tensors = (weight.words, weight.scale, weight.zero)
     return all(x is None or x.is_contiguous() for x in tensors) and weight.words.numel() > 0
 
 
 def multiplies(x: Tensor, weight: Packed, few: bool = True) -> bool:
-    """Rows [T, K] with their numbers side by side, few of them, and groups of whole runs of 16
-    numbers."""
+    """Whether kernels multiply x [T, K], whose rows are contiguous, with the weight, whose groups
+    are multiples of 16. few: also at most MOST_TOKENS tokens."""
     return (
         accepts(weight)
         and x.stride(1) == 1
@@ -75,7 +79,7 @@ def multiplies(x: Tensor, weight: Packed, few: bool = True) -> bool:
 
 
 def _weight(x: Tensor, weight: Packed) -> dict[str, Any]:
-    """Arguments of a product's kernel that tell the weight and the dtype of x."""
+    """Arguments of the product kernels that describe the weight and depend on x's dtype."""
     plain = not weight.e4m3
     return {
         "words": weight.words,
@@ -88,7 +92,7 @@ def _weight(x: Tensor, weight: Packed) -> dict[str, Any]:
         "BITS": weight.bits,
         "E4M3": weight.e4m3,
         "GROUP": 0 if weight.scale.shape[-2] == 1 else weight.group,
-        "BN": NUMBERS,
+        "BN": COLUMNS,
         "MIDDLE": float(1 << weight.bits - 1) if plain else 0.0,
         "OFFSET": OFFSETS.get((x.dtype, weight.bits), 0.0) if plain else 0.0,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
@@ -96,14 +100,14 @@ def _weight(x: Tensor, weight: Packed) -> dict[str, Any]:
 
 
 def multiply(x: Tensor, weight: Packed, out: Tensor) -> Tensor:
-    """`linear_packed_kernel`: x [T, K] into out [T, N]; all that `multiplies` asks for holds."""
+    """`linear_packed_kernel`: x [T, K] times the weight into out [T, N]; requires `multiplies`."""
     tokens, numbers = out.shape
     if not tokens:
         return out
     blocks = weight.words.shape[0] // layout.ROWS
-    columns = -(-numbers // NUMBERS)
+    columns = -(-numbers // COLUMNS)
     wanted = -(-PROGRAMS_A_PROCESSOR * gpu.processors(x.device) // columns)
-    parts = max(1, min(wanted, blocks // FEWEST_BLOCKS))
+    parts = max(1, min(wanted, blocks // LEAST_BLOCKS))
     split = -(-blocks // parts)
     parts = -(-blocks // split)
     pdl = gpu.supports_pdl(x.device)
@@ -132,17 +136,17 @@ def multiply(x: Tensor, weight: Packed, out: Tensor) -> Tensor:
 
 
 def multiply_experts(x: Tensor, weight: Packed, ids: Tensor, share: int, out: Tensor) -> Tensor:
-    """`experts_packed_kernel`: into out [places, N]; places of no expert are 0."""
+    """`experts_packed_kernel`: into out [places, N]; 0 in places that belong to no expert."""
     places, numbers = out.shape
     if not places:
         return out
     experts = weight.words.shape[0]
     tall = 16 if places <= 16 * experts else 32 if places <= 48 * experts else 64
-    tile = Tile(tall, NUMBERS, layout.block(weight.bits), 4, 3)
+    tile = Tile(tall, COLUMNS, layout.block(weight.bits), 4, 3)
     rows = grouped(ids, experts, tile)
     assert rows.owners is not None
     out.zero_()
-    experts_packed_kernel[(-(-numbers // NUMBERS), rows.tiles)](
+    experts_packed_kernel[(-(-numbers // COLUMNS), rows.tiles)](
         x=x,
         out=out,
         order=rows.order,
@@ -166,7 +170,7 @@ def dequantize(weight: Packed, out: Tensor) -> Tensor:
     """`dequantize_packed_kernel`: into out [.., N, K]."""
     rows, numbers = weight.words.shape[-2:]
     experts = weight.words[..., 0, 0].numel()
-    grid = (-(-numbers // NUMBERS), rows // layout.ROWS, experts)
+    grid = (-(-numbers // COLUMNS), rows // layout.ROWS, experts)
     dequantize_packed_kernel[grid](
         words=weight.words,
         scale=weight.scale,
@@ -179,7 +183,7 @@ def dequantize(weight: Packed, out: Tensor) -> Tensor:
         group=weight.group,
         BITS=weight.bits,
         E4M3=weight.e4m3,
-        BN=NUMBERS,
+        BN=COLUMNS,
         MIDDLE=0.0 if weight.e4m3 else float(1 << weight.bits - 1),
         num_warps=4,
     )
