@@ -116,7 +116,7 @@ def test_the_dense_twin_runs(go):
     ("change", "told"),
     [
         ({"stages": (Stage(1.0, 100, 1, (2,), 0.5),)}, "length of 100 slots"),
-        ({"rates": Rates(matrices=1e30, warmup=1)}, "no number at step"),
+        ({"rates": Rates(matrices=1e30, warmup=1)}, "not a number at step"),
     ],
 )
 def test_what_cannot_be_trained_is_said(go, recipe, change, told):
