@@ -131,6 +131,7 @@ def build(
         built = _assemble(model, config, loaded, None, on_phase)
         connect(built.core, model, config, loaded, listener)
         return built
+    check_devices(config)
     if config.device == "cpu":
         torch.set_num_threads(min(torch.get_num_threads(), threads_of_rank(size)))
     ranks = start(size, torch.device(config.device))
@@ -138,6 +139,17 @@ def build(
         ranks.load(model, settled(options, config))
         loaded = load_runner(model, options, config, ranks.group, on_phase)
         return _assemble(model, config, loaded, ranks, on_phase)
+
+
+def check_devices(config: EngineConfig) -> None:
+    """Raise BadConfig if there are fewer GPUs than ranks."""
+    device, size = torch.device(config.device), config.tensor_parallel_size
+    count = torch.cuda.device_count() - (device.index or 0)
+    if device.type == "cuda" and size > count:
+        raise BadConfig(
+            f"tensor_parallel_size is {size}, but there are {count} GPUs from {config.device} on",
+            f"Use at most {count}",
+        )
 
 
 def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:

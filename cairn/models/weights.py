@@ -157,7 +157,8 @@ def draw_weights(model: Any, seed: int, division: Division | None = None) -> Non
     """Fill every parameter with random numbers of a sensible scale.
 
     The same seed gives the same numbers on the same kind of device, in every dtype (rounded), and
-    however the model is divided. Matrices keep the variance of their input, norms lie around 1.
+    however the model is divided, if its rows are stored in their order. Matrices keep the variance
+    of their input, norms lie around 1.
     """
     weights = model.weights()
     _check_filled(model, weights)

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from cairn.cache.invariants import check
+from cairn.config import EngineOptions, Machine, resolve
 from cairn.engine import ranks as module
+from cairn.engine.build import check_devices
 from cairn.engine.planned_step import Limits
 from cairn.engine.ranks import Ranks
 from cairn.errors import BadConfig, EngineDead, InvariantError
@@ -140,6 +142,17 @@ def test_rank_0_alone_chooses(tmp_path: Path) -> None:
     assert found[0][1]
 
 
+@pytest.mark.parametrize("family", ["recurrent", "latent, shared selections"])
+def test_a_draft_layer_is_divided_too(family: str, tmp_path: Path) -> None:
+    options = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
+    one, two = (built(family, size, tmp_path, load_format="random", **options) for size in (1, 2))
+    prompts = [text(1, 70, one.spec.vocab_size), text(2, 5, one.spec.vocab_size)]
+    found, wanted = (run(each, prompts, greedy(8), [40], poisoned=False) for each in (two, one))
+    for mine, its in zip(found, wanted, strict=True):
+        assert_same(mine, its)
+    assert two.core.scheduler.drafts.drafted > 0
+
+
 def test_records_of_all_ranks_come_back_from_host_memory(tmp_path: Path) -> None:
     core = built(LANDMARKS, 2, tmp_path, kv_host_memory="8MiB").core
     alone = built(LANDMARKS, 1, tmp_path)
@@ -158,6 +171,19 @@ def test_sizes_that_cannot_be_divided_are_refused() -> None:
     spec = load_spec(GOLDENS / "qwen_gqa4_prior_lora_inrange")
     with pytest.raises(BadConfig, match=r"tensor_parallel_size is 3, but .* one of 1, 2, 4, 8$"):
         local(spec, 3)
+
+
+def test_ranks_take_a_gpu_each(monkeypatch) -> None:
+    config = resolve(
+        EngineOptions(tensor_parallel_size=2, device="cuda:2"),
+        load_spec(children.MODEL),
+        Machine(True, True, 1 << 30),
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_devices(config)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(BadConfig, match="there are 1 GPUs from cuda:2 on"):
+        check_devices(config)
 
 
 def test_orders_come_as_they_went_and_none_is_missed() -> None:
