@@ -1,4 +1,4 @@
-"""What one of several engines takes of the machine that they share."""
+"""What a process takes of a machine that several engines, or ranks of one, share."""
 
 from __future__ import annotations
 
@@ -9,44 +9,39 @@ from cairn.config import HOST_SHARE, EngineOptions
 from cairn.engine.messages import Launch
 from cairn.errors import BadConfig
 
-THREADS_VARIABLE = "OMP_NUM_THREADS"
-
-
-def share_threads(replicas: int) -> None:
-    """Let this process use its share of the cores; call before torch is imported. The user's
-    OMP_NUM_THREADS is each engine's own."""
-    if replicas > 1:
-        cores = len(os.sched_getaffinity(0))
-        os.environ.setdefault(THREADS_VARIABLE, str(max(1, cores // replicas)))
+THREADS, GPUS = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 
 def placed(launch: Launch) -> EngineOptions:
-    """The options of this engine: GPUs of its own, or its share of the host's memory.
+    """Keep to this engine's share of the machine: cores, and GPUs or a part of the host's memory.
+
+    Call it before torch is imported: the share is told by environment variables, which processes of
+    further ranks inherit. The user's OMP_NUM_THREADS is that of each process.
+
+    Returns:
+        The options for `build`.
 
     Raises:
         BadConfig: fewer GPUs than the engines take, or a GPU that they would share.
     """
-    import torch
-
-    from cairn.engine.build import free_host_memory
-
     options, replicas = launch.options, launch.replicas
     ranks = options.tensor_parallel_size
+    if replicas * ranks > 1:
+        cores = len(os.sched_getaffinity(0))
+        os.environ.setdefault(THREADS, str(max(1, cores // (replicas * ranks))))
     if replicas == 1:
         return options
+    import torch
+
+    # Counts without a context, so that the choice below still has its effect.
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
     if gpus == 0:
-        if options.gpu_memory_utilization is not None:
-            # Refused when the options are resolved.
-            return options
-        share = int(free_host_memory() * HOST_SHARE) // (replicas * ranks)
-        memory = options.kv_cache_memory or share
-        return replace(options, kv_cache_memory=memory)
+        return _on_host(options, replicas * ranks)
     if ":" in options.device:
         raise BadConfig(
             f"device is {options.device!r}, but data_parallel_size is {replicas}, and each replica "
             "takes GPUs of its own",
-            "Use auto, and choose the GPUs by CUDA_VISIBLE_DEVICES",
+            f"Use auto, and choose the GPUs by {GPUS}",
         )
     if gpus < replicas * ranks:
         raise BadConfig(
@@ -54,4 +49,22 @@ def placed(launch: Launch) -> EngineOptions:
             f"{replicas * ranks} GPUs, but there are {gpus}",
             "Lower one of them",
         )
-    return replace(options, device=f"cuda:{launch.replica * ranks}")
+    named = os.environ.get(GPUS)
+    names = named.split(",") if named else [str(i) for i in range(gpus)]
+    first = launch.replica * ranks
+    os.environ[GPUS] = ",".join(names[first : first + ranks])
+    if torch.cuda.device_count() != ranks:
+        raise BadConfig(
+            f"replica {launch.replica} cannot be kept to GPUs {os.environ[GPUS]}",
+            f"Start a server for each GPU, with {GPUS} in its environment",
+        )
+    return options
+
+
+def _on_host(options: EngineOptions, parts: int) -> EngineOptions:
+    from cairn.engine.build import free_host_memory
+
+    if options.kv_cache_memory is not None or options.gpu_memory_utilization is not None:
+        # The user's own choice, or what is refused when the options are resolved.
+        return options
+    return replace(options, kv_cache_memory=int(free_host_memory() * HOST_SHARE) // parts)

@@ -34,7 +34,7 @@ from cairn.engine.messages import (
     Ready,
     Stats,
 )
-from cairn.engine.placement import placed, share_threads
+from cairn.engine.placement import placed
 from cairn.errors import (
     BadConfig,
     BadModel,
@@ -158,7 +158,7 @@ def _serve(
         send(Phase(name, now - began))
         began = now
 
-    share_threads(launch.replicas * launch.options.tensor_parallel_size)
+    options = placed(launch)
     from cairn.engine.build import build
     from cairn.engine.faults import FaultyExecutor, faults_of
     from cairn.engine.loop import EngineLoop
@@ -172,7 +172,7 @@ def _serve(
     faults = faults_of(os.environ)
     phase_ended("import")
     start = functools.partial(Ranks, on_death=rank_ended)
-    built = build(Path(launch.model), placed(launch), phase_ended, start)
+    built = build(Path(launch.model), options, phase_ended, start)
     warm_up(built)
     phase_ended("warmup")
     if faults:
