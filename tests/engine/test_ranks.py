@@ -142,7 +142,9 @@ def test_rank_0_alone_chooses(tmp_path: Path) -> None:
     assert found[0][1]
 
 
-@pytest.mark.parametrize("family", ["recurrent", "latent, shared selections"])
+@pytest.mark.parametrize(
+    "family", ["recurrent", pytest.param("latent, shared selections", marks=pytest.mark.slow)]
+)
 def test_a_draft_layer_is_divided_too(family: str, tmp_path: Path) -> None:
     options = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2}
     one, two = (built(family, size, tmp_path, load_format="random", **options) for size in (1, 2))
