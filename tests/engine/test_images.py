@@ -168,6 +168,26 @@ def test_random_schedules(folder: Path, options: dict) -> None:
         assert built.core.scheduler.drafts.drafted > 0
 
 
+def test_a_draft_layer_runs_a_chosen_token_at_its_position(folder: Path) -> None:
+    """Which behind an image is not its number; a wrong one would cost right guesses alone."""
+    built = seeing(folder, speculative_algorithm="NEXTN", speculative_num_steps=1)
+    model, positions = built.runner.model, []
+    guess = model.guess
+
+    def watched(embedded, states, at, layer):
+        positions.append(at.clone())
+        return guess(embedded, states, at, layer)
+
+    model.guess = watched
+    given = prompt(5, image(1), 9)
+    serve(built, given, tokens=3)
+    # Behind the prompt it runs the token chosen there; the next step begins with that token.
+    drafted = next(i for i, at in enumerate(positions) if at.shape == (1,))
+    (chosen,) = positions[drafted].tolist()
+    assert positions[drafted + 1][..., 0].unique().tolist() == [chosen]
+    assert chosen < len(given.ids)
+
+
 def test_retracted_requests_keep_their_positions(folder: Path) -> None:
     built = seeing(folder, max_num_seqs=3)
     given = [prompt(10, image(seed), 12 + seed) for seed in range(3)]
