@@ -37,7 +37,8 @@ def routed(prefill, decode, path="/v1/completions", **body):
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
     once = {**body, "max_tokens": 1, "kv_transfer_params": asked}
     given = httpx.post(prefill.url + path, json=once, timeout=60).json()["kv_transfer_params"]
-    rest = {**body, "kv_transfer_params": given}
+    # vllm-router writes fields of other engines into what it passes on.
+    rest = {**body, "kv_transfer_params": given, "no_stop_trim": False}
     return httpx.post(decode.url + path, json=rest, timeout=60).json()
 
 

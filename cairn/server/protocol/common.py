@@ -204,6 +204,10 @@ class SamplingFields(Fields):
     cache_salt: Annotated[Refusable, refused("requests share one prefix cache")] = None
     kv_transfer_params: KvTransferParams | None = None
     mm_processor_kwargs: Annotated[Refusable, refused("this server reads text only")] = None
+    no_stop_trim: Annotated[Refusable, refused("say include_stop_str_in_output", False)] = None
+    return_hidden_states: Annotated[Refusable, refused("answers are text", False)] = None
+    lora_path: Annotated[Refusable, refused("one model is served, without adapters")] = None
+    session_params: Annotated[Refusable, refused(ELSEWHERE)] = None
     vllm_xargs: Annotated[Refusable, refused("vLLM's plugins are not served")] = None
     user: Annotated[str | None, no_effect(ELSEWHERE)] = None
 
