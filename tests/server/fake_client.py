@@ -29,6 +29,7 @@ class Asked:
     priority: int
     id: str
     media: object = None
+    transfer: object = None
 
 
 @dataclass
@@ -95,7 +96,7 @@ class FakeClient:
             raise Busy("64 outputs are running or waiting, of at most 64", retry_after=7)
         if request_id in self._tasks:
             raise BadRequest(f"request id {request_id!r} is in use")
-        self.submitted.append(Asked(list(prompt), params, priority, request_id, media))
+        self.submitted.append(Asked(list(prompt), params, priority, request_id, media, transfer))
         self.live += params.n
         submission = Submission(self, request_id, params.n)
         self._submissions.append(submission)

@@ -71,6 +71,7 @@ SAMPLING = {
     "regex": "a+",
     "ebnf": 'start: "a"',
     "priority": 3,
+    "kv_transfer_params": {"do_remote_prefill": True},
     "stream": True,
     "stream_options": Change({"include_usage": True}, {"stream": True}),
     "cairn": Change({"selection": True}, {"max_tokens": 2}),
@@ -346,7 +347,7 @@ def observed(api, path, body):
         for name in ("id", "created"):
             if isinstance(each, dict):
                 each.pop(name, None)
-    asked = [(each.prompt, each.params, each.priority) for each in api.client.submitted]
+    asked = [(a.prompt, a.params, a.priority, a.transfer) for a in api.client.submitted]
     api.client.submitted.clear()
     return response.status_code, streamed, asked, answer
 
