@@ -47,13 +47,20 @@ def host_counts(asked: int, schema: CacheSchema, plan: MemoryPlan) -> tuple[int,
     """Places for records in `asked` bytes: of each kind in proportion to those on the device.
 
     Raises:
-        BadConfig: not one record of each kind fits.
+        BadConfig: not one record of each kind fits, or no record has bytes.
     """
+    if not asked:
+        return 0, 0, 0
     sizes = [layout.nbytes for layout in layouts(schema)]
     on_device = plan.num_pages, plan.window_pages, plan.snapshots
     total = sum(count * size for count, size in zip(on_device, sizes, strict=True))
+    if not total:
+        raise BadConfig(
+            "kv_host_memory is set, but what this model keeps of a prefix on the device is nothing",
+            f"Leave {FLAG} out",
+        )
     counts = tuple(asked * count // total for count in on_device)
-    if asked and any(count and not found for count, found in zip(on_device, counts, strict=True)):
+    if any(count and not found for count, found in zip(on_device, counts, strict=True)):
         least = -(-total // min(count for count in on_device if count))
         raise BadConfig(
             f"kv_host_memory is {asked}, which does not hold one page with what is beside it",

@@ -11,6 +11,7 @@ from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -26,6 +27,11 @@ from cairn.types import SamplingParams
 
 GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "hils"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+DIFFER_MOST = ("olmo_mha_interleave4", "qwen_c64", "qwen_gqa4_prior_lora_inrange")
+FEW_CASES = [
+    case if case in DIFFER_MOST else pytest.param(case, marks=pytest.mark.slow) for case in CASES
+]
+"""All cases, of which those that differ most are not slow."""
 TRACED = [
     "olmo_mha_interleave4",
     "qwen_c64",

@@ -33,7 +33,7 @@ def likely(dtype: str, step: int) -> tuple[Tensor, list[int]]:
     return torch.tensor(np.array([dense(row, 256) for row in rows])), result.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("step", [64, 4096])
+@pytest.mark.parametrize("step", [64, pytest.param(4096, marks=pytest.mark.slow)])
 def test_steps_of_any_size_agree_with_float32(step: int) -> None:
     exact, said = likely("float32", 1024)
     found, also_said = likely("bfloat16", step)

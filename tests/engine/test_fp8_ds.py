@@ -55,5 +55,7 @@ def test_near_what_float32_gives(tmp_path: Path) -> None:
 def test_formats_of_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadConfig, match=r"fp8_e4m3, which is not a format of latent.*fp8_ds"):
         made(tmp_path, "layers share", **OPTIONS | {"kv_cache_dtype": "fp8_e4m3"})
-    with pytest.raises(BadConfig, match=r"fp8_ds, a format of latent.*fp8_e4m3 or fp4_e2m1, or auto"):
+    with pytest.raises(
+        BadConfig, match=r"fp8_ds, a format of latent.*fp8_e4m3 or fp4_e2m1, or auto"
+    ):
         engine("qwen_c64", kv_cache_dtype="fp8_ds")

@@ -40,7 +40,7 @@ async def first_delta(submission):
     ("number", "reason"),
     [
         (signal.SIGKILL, "killed by SIGKILL.*lower kv_cache_memory"),
-        (signal.SIGSTOP, "no sign of life for 3 seconds"),
+        pytest.param(signal.SIGSTOP, "no sign of life for 3 seconds", marks=pytest.mark.slow),
     ],
 )
 def test_a_dead_or_stuck_engine_is_seen(number, reason):

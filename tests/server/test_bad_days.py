@@ -274,6 +274,7 @@ def test_shutdown_lets_64_streams_finish(tmp_path):
         assert "error" not in server.err.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(tmp_path):
     with running(tmp_path) as server:
         engine = server.engine
@@ -318,6 +319,7 @@ def check_nothing_outlives(server):
     assert psutil.wait_procs(family, SLACK)[1] == []
 
 
+@pytest.mark.slow
 def test_not_ready_while_loading_and_while_a_step_takes_long(tmp_path):
     faults = {"CAIRN_FAULT": "stall:4@8", "CAIRN_ALLOW_FAULTS": "1"}
     server = Running(tmp_path, "--ready-step-age", "1", "--admin-port", "0", **faults)

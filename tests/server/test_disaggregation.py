@@ -48,6 +48,7 @@ def failures(server) -> float:
     return float(line.split()[-1])
 
 
+@pytest.mark.slow
 def test_two_servers_answer_as_one(servers):
     prefill, decode = servers
     for number, fields in enumerate(REQUESTS):
@@ -73,6 +74,7 @@ def test_two_servers_answer_as_one(servers):
     assert failures(decode) == 0
 
 
+@pytest.mark.slow
 def test_a_dead_server_is_done_without(servers):
     prefill, decode = servers
     body = {"prompt": f"dead {PROMPT}", "max_tokens": 5, "temperature": 0}

@@ -38,7 +38,7 @@ def attend_few(call: Call, window: int, aligned: bool, dtype: torch.dtype) -> St
     loops.attend_windows(
         cpu.numbers(call.q.contiguous()),
         *map(cpu.numbers, _places(call)),
-        (window, aligned, call.mask_landmarks),
+        (window, bool(aligned), bool(call.mask_landmarks)),
         _scale(call),
         *map(cpu.numbers, (o, lse)),
     )
@@ -58,7 +58,7 @@ def attend_amx(call: Call, window: int, aligned: bool, dtype: torch.dtype) -> St
         cpu.numbers(call.q.contiguous().view(torch.float32)),
         *map(cpu.numbers, _places(call)),
         tiling.blocks(call.row, call.slot, tile_loops.BLOCK),
-        (window, aligned, call.mask_landmarks),
+        (window, bool(aligned), bool(call.mask_landmarks)),
         _scale(call),
         amx.shapes(),
         *map(cpu.numbers, (o, lse)),
@@ -73,7 +73,8 @@ def _results(call: Call, dtype: torch.dtype) -> State:
 
 
 def _places(call: Call) -> tuple[Tensor, ...]:
-    return call.k_cache, call.v_cache, call.row, call.slot, call.page_table
+    # A contiguous table: for every other layout Numba would compile each loop again.
+    return call.k_cache, call.v_cache, call.row, call.slot, call.page_table.contiguous()
 
 
 def _scale(call: Call) -> np.float32:

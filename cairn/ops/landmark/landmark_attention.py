@@ -246,8 +246,8 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         cpu.line(call.summary_key),
         (*call.summary_key.stride()[:2], heads // call.summary_key.shape[1]),
         cpu.numbers_or_none(call.summary_bias, torch.float32, 2),
-        *map(cpu.numbers, (call.row, call.slot, call.page_table)),
-        (call.window, call.topk, call.softmax1, task.normalised),
+        *map(cpu.numbers, (call.row, call.slot, call.page_table.contiguous())),
+        (call.window, call.topk, bool(call.softmax1), task.normalised),
         (np.float32(dim**-0.5 if call.scale is None else call.scale), np.float32(task.scale)),
         *map(cpu.numbers, results),
     )

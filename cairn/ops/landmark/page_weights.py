@@ -82,7 +82,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     weights, window_weight = torch.empty_like(call.scores), torch.empty_like(call.lse)
     loops.page_weights(
         *map(cpu.numbers, (call.scores.flatten(0, 1), call.lse.flatten())),
-        call.softmax1,
+        bool(call.softmax1),
         *map(cpu.numbers, (weights.flatten(0, 1), window_weight.flatten())),
     )
     return weights, window_weight
