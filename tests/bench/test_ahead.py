@@ -51,6 +51,7 @@ def test_what_fails_is_left_to_the_measurement(norm, monkeypatch):
     assert called == ["went on"]
 
 
+@pytest.mark.slow
 def test_processes_take_all_ops(monkeypatch, caplog):
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: range(4))
     monkeypatch.setattr(ahead, "FEWEST_OPS", 2)

@@ -39,7 +39,7 @@ print(json.dumps([before, held()]))
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_requests_find_all_loops_ready(dtype):
     command = [sys.executable, "-c", SCRIPT, dtype]
     answer = subprocess.run(command, check=True, timeout=250, capture_output=True, text=True)

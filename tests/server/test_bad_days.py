@@ -218,9 +218,8 @@ def test_descriptors_are_given_back(server):
     server.wait_for(lambda: process.num_fds() <= before + 1, SLACK)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_engine_that_is_killed_or_stopped(tmp_path, number):
     with running(tmp_path) as server:
 

@@ -53,6 +53,7 @@ def server(tmp_path_factory):
         yield started
 
 
+@pytest.mark.slow
 def test_the_openai_client_reads_answers_and_streams(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     (model,) = client.models.list()
@@ -64,6 +65,7 @@ def test_the_openai_client_reads_answers_and_streams(server):
     assert "".join(piece.choices[0].text for piece in pieces) == whole.choices[0].text
 
 
+@pytest.mark.slow
 def test_aborted_streams_leave_an_exact_ledger(server):
     engine, rng = server.engine.pid, random.Random(2)
     asyncio.run(visitors(server.url, [rng.random() for _ in range(8)]))

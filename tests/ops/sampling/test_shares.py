@@ -73,7 +73,7 @@ def _on_memory_that_holds_something(launches: None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch.Source, "empty", empty)
 
 
-@pytest.mark.parametrize("programs", [1, TUNING.programs])
+@pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.slow), TUNING.programs])
 @pytest.mark.parametrize(("rows", "share", "least"), CASES.values(), ids=CASES)
 def test_tokens_are_those_of_what_is_kept(
     rows: Tensor, share: float, least: float, programs: int, device: str,
