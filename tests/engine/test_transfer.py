@@ -239,6 +239,9 @@ def test_what_cannot_be_is_refused(pair: tuple[Built, Built, Built]) -> None:
         first.core.add("r", prompt, params, transfer=take)
     with pytest.raises(BadRequest, match="'h', 5 and None.*Pass on"):
         second.core.add("r", prompt, params, transfer=take)
+    elsewhere = replace(take, remote_host="198.51.100.7", remote_request_id="00")
+    with pytest.raises(BadRequest, match="'198.51.100.7', but without a secret.*CAIRN_CLUSTER"):
+        second.core.add("r", prompt, params, transfer=elsewhere)
     assert not second.core.has_work
     for changes, message in (
         ({"disaggregation_mode": "half"}, "disaggregation_mode is 'half'"),

@@ -18,6 +18,7 @@ from cairn.engine.transfer.wire import (
     send_frame,
 )
 from cairn.runner.host_records import HostRecords
+from cairn.specs.disaggregation import LOOPBACK
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fetched:
-    """What came of a fetch.
+    """The result of a fetch.
 
     Attributes:
         arrived: records that are whole.
@@ -73,6 +74,11 @@ class Receiver:
     def __init__(self, records: HostRecords, model: bytes, secret: bytes) -> None:
         self._records, self._model, self._secret = records, model, secret
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cairn-receiver")
+
+    def trusts(self, host: str) -> bool:
+        """Whether records of a host may be used: any that knows the secret, else those of this
+        machine. A request names the host, and what comes enters a cache that others use."""
+        return bool(self._secret) or host in LOOPBACK
 
     def fetch(self, peer: Peer, wanted: list[Wanted]) -> Future[Fetched]:
         """Fetch records, or what can be had of them; it never fails. Until it is done the places

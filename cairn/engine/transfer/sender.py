@@ -63,7 +63,7 @@ class Listener(socketserver.ThreadingTCPServer):
 
 
 class Sender:
-    """What is answered.
+    """Answers requests for records.
 
     Args:
         tickets: who has a right to what.
@@ -114,6 +114,6 @@ class _Connection(socketserver.BaseRequestHandler):
     server: Listener
 
     def handle(self) -> None:
-        # Whoever hangs up has what it wanted, or has given up.
+        # A peer may close the connection at any time.
         with contextlib.suppress(ConnectionError, TimeoutError):
             self.server.sender.answer(self.request)

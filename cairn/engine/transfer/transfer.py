@@ -1,4 +1,4 @@
-"""What the engine's loop knows of other engines: records that they may have, and that they give."""
+"""The engine loop's side of a transfer: issues tickets for records, and fetches records by them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cairn.engine.request import Request
 from cairn.engine.transfer.receiver import Fetched, Peer, Receiver, Wanted
 from cairn.engine.transfer.tickets import Tickets
 from cairn.errors import BadRequest, PeerFailed
+from cairn.specs.disaggregation import SECRET_VARIABLE
 from cairn.types import KvTransferParams
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,13 @@ class Transfers:
                     "of others",
                     "Send it to one with --disaggregation-mode decode or both",
                 )
-            _peer_of(asked)
+            peer = _peer_of(asked)
+            if not self._receiver.trusts(peer.host):
+                raise BadRequest(
+                    f"kv_transfer_params name the host {peer.host!r}, but without a secret this "
+                    "engine takes pages of its own machine alone",
+                    f"Set {SECRET_VARIABLE} to the same text for all engines",
+                )
 
     def keep(self, request: Request) -> KvTransferParams:
         """Keep the pages of a prompt that has been computed, for whoever shows the ticket in the
