@@ -118,7 +118,7 @@ class Ranks:
             raise
 
     def fail(self, reason: EngineDead) -> None:
-        """End them, and tell whom it concerns why, once."""
+        """End them and report `reason` to the engine; later calls do nothing."""
         with self._failing:
             if self._ended.is_set():
                 return

@@ -22,7 +22,7 @@ from cairn.layers.weight import Index, Weight
 from cairn.specs.model import LayerSpec, ModelSpec
 
 MOST_RANKS = 64
-"""That an error names."""
+"""Largest number of ranks that an error message suggests."""
 
 
 def local(spec: ModelSpec, ranks: int) -> ModelSpec:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -76,7 +77,7 @@ class Peers(Protocol):
         """Why one of them is gone; None: all are there."""
 
     def fail(self, reason: EngineDead) -> None:
-        """End them, and tell whom it concerns why."""
+        """End them; `reason` then says why."""
 
     def close(self) -> None:
         """End them."""
@@ -95,32 +96,33 @@ class RanksExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         """See `Executor`. Raises EngineDead if a rank is gone."""
         self._peers.send(self._orders.step(plan))
-        try:
+        with self.watched():
             return _Watched(self._local.launch(plan), self)
-        except Exception as error:
-            raise self.ended(error) from error
 
     def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
         """See `Executor`. Raises EngineDead if a rank is gone."""
         self._peers.send(self._orders.move(moves, into_host))
-        try:
+        with self.watched():
             return self._local.move(moves, into_host)
-        except Exception as error:
-            raise self.ended(error) from error
 
     def call(self, name: str, **arguments: Any) -> Any:
         """See `Executor`. Raises EngineDead if a rank is gone."""
         self._peers.send(self._orders.call(name, arguments))
-        try:
+        with self.watched():
             return self._local.call(name, **arguments)
-        except Exception as error:
-            raise self.ended(error) from error
 
-    def ended(self, error: Exception) -> Exception:
-        """End the other ranks behind an error; why one of them was gone before, or the error."""
-        reason = self._peers.reason()
-        self._peers.fail(reason or EngineDead(f"a step failed on rank 0: {error}"))
-        return reason or error
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """End the other ranks if the block raises; raises why one of them was gone before, or the
+        error itself."""
+        try:
+            yield
+        except Exception as error:
+            gone = self._peers.reason()
+            self._peers.fail(gone or EngineDead(f"a step failed on rank 0: {error}"))
+            if gone is None:
+                raise
+            raise gone from error
 
     def shutdown(self) -> None:
         """End the other ranks."""
@@ -135,10 +137,8 @@ class _Watched:
 
     def choose(self, masks: Masks) -> None:
         """See `Launched`."""
-        try:
+        with self._executor.watched():
             self._launched.choose(masks)
-        except Exception as error:
-            raise self._executor.ended(error) from error
 
     def result(self) -> StepResult:
         """See `Launched`."""
