@@ -87,11 +87,11 @@ def activation_kernel(
     at = x + row * x_stride + column
     value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if CLAMPED:
-        value = tl.minimum(value, limit)
+        value = tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
     value = activated(value, KIND)
     if GATED:
         factor = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
         if CLAMPED:
-            factor = tl.minimum(tl.maximum(factor, -limit), limit)
+            factor = tl.clamp(factor, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         value *= factor
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)

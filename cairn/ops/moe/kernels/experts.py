@@ -218,8 +218,8 @@ def experts_kernel(
         BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION,
     )  # fmt: skip
     if CLAMPED:
-        left = tl.minimum(left, limit)
-        right = tl.minimum(tl.maximum(right, -limit), limit)
+        left = tl.minimum(left, limit, propagate_nan=tl.PropagateNan.ALL)
+        right = tl.clamp(right, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     if KIND != "":
         left = activated(left, KIND) * right
     store_tile(
