@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.linear.dsv3_gemms import dsv3_fused_a_gemm, dsv3_router_gemm
 from cairn.ops.linear.fp8_blockwise_scaled_mm import fp8_blockwise_scaled_mm
 from cairn.ops.linear.gated_linear import gated_linear
@@ -18,6 +18,7 @@ from cairn.ops.linear.linear_fp8_blocks import linear_fp8_blocks
 from cairn.ops.linear.scaled_mm import bmm_fp8, fp8_scaled_mm, int8_scaled_mm
 from cairn.ops.quantization import blocks
 from cairn.ops.quantization.codes import E4M3
+from cairn.ops.testing import Arguments
 
 
 def _by_torch(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ def _(draw: Draw) -> Points:
         yield Point(size, given, least, 2.0 * rows * weight.numel())
 
 
-SCALED_SHAPES = {"full": ((6144, 4096), (4096, 12288)), "tiny": ((48, 64),)}
+SCALED_SHAPES = {"full": ((6144, 4096), (4096, 12288), (24576, 4096)), "tiny": ((48, 64),)}
 """Numbers and width of products of Qwen3-8B's layers."""
 
 
@@ -166,12 +167,27 @@ def _scaled(draw: Draw, dtype: torch.dtype) -> Points:
     for numbers, width in SCALED_SHAPES[draw.sizes]:
         weight = (draw.randn(numbers, width, dtype=torch.float32) * 40).to(dtype)
         scale = draw.rand(numbers)
-        for rows in (1, 16, 64, 4096) if draw.sizes == "full" else (1, 5):
+        for rows in (1, 8, 64, 4096) if draw.sizes == "full" else (1, 5):
             x = (draw.randn(rows, width, dtype=torch.float32) * 40).to(dtype)
             given = draw.args(x, weight.t(), draw.rand(rows), scale, draw.dtype)
             least = moved(x, weight, scale) + rows * numbers * draw.dtype.itemsize
             size = f"{rows} x {width} x {numbers}"
-            yield Point(size, given, least, 2.0 * rows * weight.numel())
+            others = _by_cublas(draw, given) if rows > LEAST_ROWS else ()
+            yield Point(size, given, least, 2.0 * rows * weight.numel(), others)
+
+
+LEAST_ROWS = 16
+"""torch's own products of codes take more than so many rows."""
+
+
+def _by_cublas(draw: Draw, given: Arguments) -> tuple[Alternative, ...]:
+    """torch's product of codes: of int8 without the scales."""
+    x, weight, own, scale, dtype = given.args
+    if x.dtype == torch.int8:
+        return (Alternative("torch._int_mm", torch._int_mm, draw.args(x, weight)),)
+    scales = (own.view(-1, 1), scale.view(1, -1))
+    args = draw.args(x, weight, *scales, out_dtype=dtype)
+    return (Alternative("torch._scaled_mm", torch._scaled_mm, args),)
 
 
 @fp8_scaled_mm.bench

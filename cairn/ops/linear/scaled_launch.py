@@ -38,18 +38,28 @@ def multiplies_codes(x: Tensor, dtype: torch.dtype) -> bool:
     return fast and (dtype == torch.int8 or gpu.knows_e4m3(x.device))
 
 
+def tile_for(rows: int, numbers: int, device: torch.device) -> Tile:
+    """What a program of a product [rows, numbers] computes."""
+    tile = next((tile for most, tile in TILES if rows <= most), LARGE)
+    return spread(tile, -(-rows // tile.rows), numbers, device)
+
+
 def multiply(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: Tile,
 ) -> Tensor:
-    """`scaled_mm_kernel`: a [M, K] and b [N, K] into out [M, N]."""
+    """`scaled_mm_kernel`: a [M, K] and b [N, K] into out [M, N], a tile a program."""
     rows, width = a.shape
     numbers = b.shape[0]
     if not rows or not numbers:
         return out
-    tile = next((tile for most, tile in TILES if rows <= most), LARGE)
     table = tile.table and _is_table(a) and _is_table(b)
     tiles = -(-rows // tile.rows)
-    tile = spread(tile, tiles, numbers, out.device)
     columns = -(-numbers // tile.columns)
     scaled_mm_kernel[(tiles * columns,)](
         a=_table(a, (tile.rows, tile.part)) if table else a,

@@ -127,8 +127,9 @@ def _register(own: Op[..., Tensor], dtype: torch.dtype) -> None:
     def _(call: Call) -> Tensor:
         shape = (call.mat_a.shape[0], call.mat_b.shape[1])
         out = gpu.empty(shape, call.out_dtype, call.mat_a.device)
-        given = (call.scales_a, call.scales_b, call.bias)
-        return scaled_launch.multiply(call.mat_a, call.mat_b.t(), *given, out)
+        given = (call.scales_a, call.scales_b, call.bias, out)
+        tile = scaled_launch.tile_for(*shape, out.device)
+        return scaled_launch.multiply(call.mat_a, call.mat_b.t(), *given, tile)
 
 
 def _check_dtype(name: str, argument: str, dtype: torch.dtype) -> None:

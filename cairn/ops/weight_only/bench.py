@@ -135,7 +135,7 @@ def _(draw: Draw) -> Points:
     yield _point(draw, 16, x, weight, zeros, zeros, draw.rand(numbers).half(), draw.rand(16).half())
 
 
-SHAPES = {"full": ((6144, 4096), (4096, 12288)), "tiny": ((64, 128),)}
+SHAPES = {"full": ((6144, 4096), (4096, 12288), (24576, 4096)), "tiny": ((64, 128),)}
 """N and K of products of Qwen3-8B's layers."""
 
 

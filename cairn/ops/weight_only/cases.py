@@ -161,8 +161,15 @@ def _(make: Make) -> Cases:
     yield make.args(x[:0], kernel, zeros, scales, given[0], given[1][:0])
 
 
-PACKED = ((4, 64, 40, 4), (8, 96, 24, 1), (4, 256, 72, 2), (8, 256, 48, 2), (4, 320, 130, 1))
-"""Bits, K, N and groups."""
+PACKED = (
+    (4, 64, 40, 4),
+    (8, 96, 24, 1),
+    (4, 256, 72, 2),
+    (8, 256, 48, 2),
+    (4, 320, 130, 1),
+    (4, 1024, 24, 8),
+)
+"""Bits, K, N and groups; of the largest K several programs add up a part each."""
 
 
 def _packed(make: Make, bits: int, width: int, numbers: int, groups: int) -> list[Tensor]:

@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
 from cairn.ops.moe.kernels.experts import rows_of
 from cairn.ops.pdl import await_previous
 
 UNIT = tl.constexpr(16) if tl is not None else 16
 """Rows of words, and numbers of a column that one shift takes out of them."""
+PTX = gpu.constant(gpu.WRITES_PTX)
+
+
+def _halves(dtype: str, magic: str, one: str) -> str:
+    """PTX that takes the 8 codes of 4 bits out of two words, $8 and $9: $j = the codes j of both,
+    as two floats of 16 bits, plus $10. Codes are or'ed into the mantissa of `magic`, the float
+    whose last bit is worth 1 (Kim et al. 2022, https://arxiv.org/abs/2211.10017)."""
+    lines = [
+        ".reg .b32 lo, hi, t, one;",
+        f"mov.b32 one, {one};",
+        "prmt.b32 lo, $8, $9, 0x5410;",
+        "prmt.b32 hi, $8, $9, 0x7632;",
+    ]
+    for j in range(8):
+        half = "lo" if j < 4 else "hi"
+        if j % 4:
+            lines.append(f"shr.u32 {half}, {half}, 4;")
+        lines.append(f"lop3.b32 t, {half}, 0x000F000F, {magic}, 0xEA;")
+        lines.append(f"fma.rn.{dtype}x2 ${j}, t, one, $10;")
+    return "{" + " ".join(lines) + "}"
+
+
+BF16_HALVES = gpu.constant(_halves("bf16", "0x43004300", "0x3F803F80"))
+F16_HALVES = gpu.constant(_halves("f16", "0x64006400", "0x3C003C00"))
+HALVES_TYPES = gpu.constant(",".join(["=&r"] * 8 + ["r"] * 3))
+
+
+@triton.jit
+def halves_of(words, more):
+    """The 8 codes of 4 bits of each word plus `more`, as tensors of more's dtype, of 16 bits."""
+    if more.dtype == tl.bfloat16:
+        kinds: tl.constexpr = (tl.bfloat16,) * 8
+        found = tl.inline_asm_elementwise(
+            BF16_HALVES, HALVES_TYPES, [words, more], kinds, is_pure=True, pack=2
+        )
+    else:
+        kinds: tl.constexpr = (tl.float16,) * 8
+        found = tl.inline_asm_elementwise(
+            F16_HALVES, HALVES_TYPES, [words, more], kinds, is_pure=True, pack=2
+        )
+    return found
 
 
 @triton.jit
@@ -38,10 +80,13 @@ def codes_as(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr, dtype: tl.con
 
 
 @triton.jit
-def rows_at(own, first, inside, width):
+def rows_at(own, first, inside, width, EVEN: tl.constexpr):
     """Numbers first .. first + 15 of rows whose addresses are `own` [BM, 1]."""
     at = tl.arange(0, UNIT) + first
-    return tl.load(own + at[None, :], mask=inside[:, None] & (at < width)[None, :], other=0.0)
+    mask = inside[:, None]
+    if not EVEN:
+        mask = mask & (at < width)[None, :]
+    return tl.load(own + at[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -60,6 +105,7 @@ def packed_sum(
     own, inside, words, scale, zero, number, there, begin, end, width, numbers, groups,
     BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products [BM, BN] of rows at addresses `own` [BM, 1] with columns `number` of the weight in
     blocks of words begin .. end - 1; see `linear_packed_kernel`."""
@@ -68,7 +114,7 @@ def packed_sum(
     dtype: tl.constexpr = own.dtype.element_ty
     line = tl.arange(0, UNIT)
     total = tl.zeros((BM, BN), tl.float32)
-    for block in range(begin, end):
+    for block in tl.range(begin, end, num_stages=STAGES):
         row = (line + block * UNIT).to(tl.int64)
         at = words + row[:, None] * numbers + number[None, :]
         packed = tl.load(at, mask=there[None, :], other=0)
@@ -76,12 +122,18 @@ def packed_sum(
             group = block * BLOCK // GROUP if GROUP > 0 else 0
             middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
             middle = (middle + OFFSET).to(dtype)
-            part = tl.zeros((BM, BN), tl.float32)
-            for j in tl.static_range(COUNT):
-                left = rows_at(own, block * BLOCK + j * UNIT, inside, width)
-                right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
-                part = tl.dot(left, right, part, input_precision=PRECISION)
             factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
+            part = tl.zeros((BM, BN), tl.float32)
+            if PTX and BITS == 4 and dtype != tl.float32:
+                values = halves_of(packed, -middle[None, :])
+                for j in tl.static_range(COUNT):
+                    left = rows_at(own, block * BLOCK + j * UNIT, inside, width, EVEN)
+                    part = tl.dot(left, values[j], part)
+            else:
+                for j in tl.static_range(COUNT):
+                    left = rows_at(own, block * BLOCK + j * UNIT, inside, width, EVEN)
+                    right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
+                    part = tl.dot(left, right, part, input_precision=PRECISION)
             total += part * factor[None, :]
         else:
             for j in tl.static_range(COUNT):
@@ -89,19 +141,19 @@ def packed_sum(
                 group = tl.minimum(first // GROUP, groups - 1)
                 middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
                 middle = (middle + OFFSET).to(dtype)
-                left = rows_at(own, first, inside, width)
+                left = rows_at(own, first, inside, width, EVEN)
                 right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
                 factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
                 total += tl.dot(left, right, input_precision=PRECISION) * factor[None, :]
     return total
 
 
-@triton.jit(early=(), do_not_specialize=["tokens"])
+@triton.jit(early=(), do_not_specialize=["tokens", "split", "blocks"])
 def linear_packed_kernel(
     x, words, scale, zero, out, tokens, width, numbers, groups, x_stride, out_stride, split, blocks,
     BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, numbers] = x [tokens, width] times the weight, or with several programs along
     the second axis of the grid the part of each over its `split` blocks: out [parts, tokens,
@@ -112,6 +164,8 @@ def linear_packed_kernel(
         E4M3: codes are numbers, and not integers.
         GROUP: numbers of a group, a multiple of 16; 0: there is one group.
         OFFSET: what `codes_as` adds to codes for x's dtype.
+        EVEN: width is a multiple of a block's.
+        STAGES: blocks that are read ahead, and the one that is multiplied.
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
@@ -123,7 +177,8 @@ def linear_packed_kernel(
     begin = tl.program_id(1) * split
     total = packed_sum(
         own, inside, words, scale, zero, number, there, begin, tl.minimum(begin + split, blocks),
-        width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION,
+        width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION, EVEN,
+        STAGES,
     )  # fmt: skip
     place = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * out_stride + number[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])
@@ -135,7 +190,7 @@ def experts_packed_kernel(
     x_stride, blocks,
     BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
-    SINGLE: tl.constexpr, PDL: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [places, numbers]: row place // share of x times the matrix of the place's expert.
 
@@ -169,7 +224,8 @@ def experts_packed_kernel(
     there = number < numbers
     total = packed_sum(
         x + source[:, None] * x_stride, inside, words, scale, zero, number, there, 0, blocks,
-        width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION,
+        width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION, EVEN,
+        STAGES,
     )  # fmt: skip
     to = out + target[:, None] * numbers + number[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,27 @@ MOST_TOKENS = 64
 """Most tokens that the packed kernel takes; for more, `linear_packed` dequantises the weight and
 multiplies in the tokens' dtype."""
 COLUMNS = 64
-"""Output columns of a program."""
-PROGRAMS_A_PROCESSOR = 4
-"""Programs a multiprocessor that split-K aims at when the columns alone give fewer."""
+"""Output columns of a program that multiplies experts, or dequantises."""
 LEAST_BLOCKS = 4
 """Fewest blocks of K in a part of split-K."""
+
+
+class Shape(NamedTuple):
+    """A program of the product.
+
+    Attributes:
+        columns: of the output.
+        warps, stages: of the launch.
+        programs: for each multiprocessor that split-K aims at when the columns alone give fewer.
+    """
+
+    columns: int = 64
+    warps: int = 4
+    stages: int = 4
+    programs: int = 4
+
+
+SHAPE = Shape()
 SUMMED = 1024
 """Outputs of a program that adds up the parts of split-K."""
 OFFSETS = {(torch.float16, 4): 1024.0, (torch.float16, 8): 1024.0, (torch.bfloat16, 4): 128.0}
@@ -92,21 +108,21 @@ def _weight(x: Tensor, weight: Packed) -> dict[str, Any]:
         "BITS": weight.bits,
         "E4M3": weight.e4m3,
         "GROUP": 0 if weight.scale.shape[-2] == 1 else weight.group,
-        "BN": COLUMNS,
         "MIDDLE": float(1 << weight.bits - 1) if plain else 0.0,
         "OFFSET": OFFSETS.get((x.dtype, weight.bits), 0.0) if plain else 0.0,
         "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "EVEN": weight.width % layout.block(weight.bits) == 0,
     }
 
 
-def multiply(x: Tensor, weight: Packed, out: Tensor) -> Tensor:
+def multiply(x: Tensor, weight: Packed, out: Tensor, shape: Shape = SHAPE) -> Tensor:
     """`linear_packed_kernel`: x [T, K] times the weight into out [T, N]; requires `multiplies`."""
     tokens, numbers = out.shape
     if not tokens:
         return out
     blocks = weight.words.shape[0] // layout.ROWS
-    columns = -(-numbers // COLUMNS)
-    wanted = -(-PROGRAMS_A_PROCESSOR * gpu.processors(x.device) // columns)
+    columns = -(-numbers // shape.columns)
+    wanted = -(-shape.programs * gpu.processors(x.device) // columns)
     parts = max(1, min(wanted, blocks // LEAST_BLOCKS))
     split = -(-blocks // parts)
     parts = -(-blocks // split)
@@ -122,9 +138,10 @@ def multiply(x: Tensor, weight: Packed, out: Tensor) -> Tensor:
         out_stride=numbers,
         split=split,
         BM=16 if tokens <= 16 else 32 if tokens <= 32 else 64,
+        BN=shape.columns,
+        STAGES=shape.stages,
         PDL=pdl,
-        num_warps=4,
-        num_stages=4,
+        num_warps=shape.warps,
         **_weight(x, weight),
     )
     if parts > 1:
@@ -157,10 +174,11 @@ def multiply_experts(x: Tensor, weight: Packed, ids: Tensor, share: int, out: Te
         count=rows.count,
         x_stride=x.stride(0),
         BM=tall,
+        BN=tile.columns,
+        STAGES=tile.stages,
         SINGLE=rows.single,
         PDL=gpu.supports_pdl(x.device),
         num_warps=tile.warps,
-        num_stages=tile.stages,
         **_weight(x, weight),
     )
     return out
