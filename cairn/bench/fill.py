@@ -19,8 +19,9 @@ MODERATE = (48, 60)
 """Bytes of which e4m3 makes 0.5 to 1.5, bfloat16 and float32 1e-9 to 0.01."""
 
 
-def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
-    """Make the complete pages of the prompts cache hits, with normal random content.
+def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 1) -> None:
+    """Make the complete pages in front of each prompt's last token cache hits, with normal random
+    content.
 
     The cost of a decode step depends on how many pages there are, not on what they hold; random
     pages are the worst case, for they share nothing.
@@ -28,7 +29,7 @@ def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 0) -> None:
     Args:
         llm: the engine.
         prompts: their tokens.
-        left: tokens at the end of each that remain to be prefilled.
+        left: tokens at the end of each that remain to be prefilled, at least 1.
 
     Raises:
         OutOfMemory: the pool does not hold all prompts.

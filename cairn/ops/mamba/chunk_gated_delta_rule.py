@@ -116,7 +116,7 @@ def _(call: Call) -> Tensor:
     out = gpu.empty(call.v.shape, call.v.dtype, call.v.device)
     if not count:
         return out.zero_()
-    if tuning.in_chunks(out.device):
+    if tuning.in_chunks(out.device, v.dtype):
         launch.run_chunks(rule, call.initial_state, of, out.flatten(0, 1))
     else:
         launch.run_tokens(rule, call.initial_state, of, out.flatten(0, 1), tokens=len(v))

@@ -153,7 +153,7 @@ def _(call: Call) -> Tensor:
     out = gpu.empty(v.shape, v.dtype, v.device)
     if not of.count:
         out.zero_()
-    elif call.longest <= FEW or not tuning.in_chunks(v.device):
+    elif call.longest <= FEW or not tuning.in_chunks(v.device, v.dtype):
         launch.run_tokens(
             rule, call.states, dataclasses.replace(of, first=None), out, tokens=len(v)
         )

@@ -312,7 +312,6 @@ def run_chunks(
         "V": high,
         "BLOCK_K": max(16, gpu.next_power_of_2(width)),
         "FEW_APART": few_apart,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
     if tokens:
         chunk_kernel[(most, heads)](

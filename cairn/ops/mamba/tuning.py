@@ -19,9 +19,10 @@ BUSY = 128
 """From so many states on, fewer and larger programs a state fill a GPU."""
 
 
-def in_chunks(device: torch.device) -> bool:
-    """Whether long sequences run in chunks on a device; the interpreter's is a CPU."""
-    return CHUNKS_ON_CUDA or device.type != "cuda"
+def in_chunks(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether long sequences run in chunks on a device; the interpreter's is a CPU. On a GPU those
+    in float32 do not: without tensor cores these kernels take minutes to compile."""
+    return device.type != "cuda" or (CHUNKS_ON_CUDA and dtype != torch.float32)
 
 
 def recurrent(high: int, wide: int) -> tuple[int, int]:

@@ -103,7 +103,7 @@ def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("in_chunks")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [(3 * CHUNK + 20,), (40, 3 * CHUNK, 2 * CHUNK + 9) * 20])
 def test_chunks_on_a_gpu_give_what_tokens_give(
     lengths: tuple[int, ...], dtype: torch.dtype
@@ -122,9 +122,8 @@ def test_chunks_on_a_gpu_give_what_tokens_give(
         states = torch.full((count, n.value_heads, n.value_dim, n.key_dim), torch.nan).cuda()
         rest = (q, k, v, layer.b, states, *where, 5 * slots, longest)
         found.append((ops.gated_delta_rule_rows(*gates, *rest).float(), states))
-    bound = 1e-5 if dtype == torch.float32 else 0.02
     for got, wanted in zip(*found, strict=True):
-        assert float((got - wanted).norm() / wanted.norm()) < bound
+        assert float((got - wanted).norm() / wanted.norm()) < 0.02
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -90,7 +90,7 @@ def inverse_by_rows(a):
 
 
 @triton.jit
-def inverse(a, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+def inverse(a, ROWS: tl.constexpr):
     """(I + a)^-1 of a [64, 64] that has nothing on the diagonal and above. Of two inverted blocks
     side by side on the diagonal, what is below them is -T A T. ROWS: blocks of INNER x INNER are
     inverted row by row; else those of 2 x 2 are the first."""
@@ -104,8 +104,8 @@ def inverse(a, ROWS: tl.constexpr, PRECISION: tl.constexpr):
     for level in tl.static_range(first, 6):
         inner, wider = i >> level, i >> (level + 1)
         lower = (inner[:, None] > inner[None, :]) & (wider[:, None] == wider[None, :])
-        below = tl.dot(tl.where(lower, a, 0.0), t, input_precision=PRECISION)
-        t -= tl.dot(t, below, input_precision=PRECISION)
+        below = tl.dot(tl.where(lower, a, 0.0), t)
+        t -= tl.dot(t, below)
     return t
 
 
@@ -115,7 +115,7 @@ def chunk_kernel(
     tokens, count, length, scale, beta, threshold, q_token, q_head, k_token, k_head,
     a_token, b_token, HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr, RAW: tl.constexpr,
-    FEW_APART: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    FEW_APART: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """What one chunk does in one value head: T, P and the factors; behind all sequences o = 0.
 
@@ -167,12 +167,10 @@ def chunk_kernel(
     apart = (total[:, None] - total[None, :]).to(tl.float32)
     d = tl.exp(tl.where(i[:, None] >= i[None, :], apart, float("-inf"))) * k_length[None, :]
     grown = tl.exp(total.to(tl.float32))
-    products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+    products = tl.dot(key, tl.trans(key))
     below = i[:, None] > i[None, :]
-    t = inverse(
-        tl.where(below, (strength * k_length)[:, None] * products * d, 0.0), ROWS, PRECISION
-    )
-    products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    t = inverse(tl.where(below, (strength * k_length)[:, None] * products * d, 0.0), ROWS)
+    products = tl.dot(query, tl.trans(key))
     p = (scale * q_length)[:, None] * products * d
     rows = (token * HEADS + head)[:, None] * GRID + i[None, :]
     tl.store(weights + rows, t.to(weights.dtype.element_ty), mask=inside[:, None])
@@ -190,7 +188,7 @@ def carry_kernel(
     q, k, v, weights, scores, factors, decays, before, out, pool, slots, stored, has_initial_state,
     starts, first, length, q_token, q_head, k_token, k_head, v_token, v_head, HEADS: tl.constexpr,
     EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, FEW_APART: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, FEW_APART: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One sequence in one value head, BLOCK_V columns of its state, from chunk to chunk.
 
@@ -243,14 +241,14 @@ def carry_kernel(
         left = tl.load(place + 3, mask=inside, other=0.0)
         decay = tl.load(decays + (chunk + n) * HEADS + head)
         rounded = state.to(dtype)
-        x = tl.dot(key, rounded, input_precision=PRECISION)
+        x = tl.dot(key, rounded)
         x = strength[:, None] * value.to(tl.float32) - read[:, None] * x
-        new = tl.dot(t, x.to(dtype), input_precision=PRECISION)
-        o = seen[:, None] * tl.dot(query, rounded, input_precision=PRECISION)
-        o += tl.dot(p, new.to(dtype), input_precision=PRECISION)
+        new = tl.dot(t, x.to(dtype))
+        o = seen[:, None] * tl.dot(query, rounded)
+        o += tl.dot(p, new.to(dtype))
         place = out + (token * HEADS + head)[:, None] * V + line[None, :]
         tl.store(place, o.to(out.dtype.element_ty), mask=filled)
         new = (left[:, None] * new).to(dtype)
-        state = decay * state + tl.dot(tl.trans(key), new, input_precision=PRECISION)
+        state = decay * state + tl.dot(tl.trans(key), new)
     if pool is not None:
         tl.store(pool + target * (HEADS * V * K) + cell, state, mask=held & (target >= 0))
