@@ -157,7 +157,7 @@ def load_model(
 
     from cairn.distributed.groups import ALONE
     from cairn.models.decoder import Decoder
-    from cairn.models.sharding import Division, check_divided, local
+    from cairn.models.sharding import Division, divide, local
     from cairn.models.weights import draw_weights, load_weights
 
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -166,7 +166,7 @@ def load_model(
         model = whole = Decoder(local(spec, group.size), kind, group)
         if not group.alone:
             whole = Decoder(spec, kind)
-            check_divided(model, whole)
+            divide(model, whole)
     model.to_empty(device=torch.device(device))
     division = Division(whole, group)
     if random_seed is None:

@@ -183,8 +183,9 @@ class Division:
         return [SharedWeight(mine, every, self._group) for mine, every in pairs]
 
 
-def check_divided(own: nn.Module, whole: nn.Module) -> None:
-    """Raise BadConfig if a matrix of the whole model cannot be divided into that of a rank."""
+def divide(own: nn.Module, whole: nn.Module) -> None:
+    """Make the matrices of the whole model and of a rank, none of which is filled yet, such that
+    one can be divided into the other. Raises BadConfig if one cannot."""
     for mine, every in zip(own.modules(), whole.modules(), strict=True):
         if isinstance(mine, Linear | ExpertLinear) and isinstance(every, type(mine)):
-            every.scheme.check_division(mine, every)
+            every.scheme.divide(mine, every)

@@ -38,11 +38,13 @@ def test_graphs_give_what_steps_without_give(tmp_path: Path) -> None:
 
 
 def test_near_the_cpu(tmp_path: Path) -> None:
-    prompts = prompts_of(2)
-    host = run(made(tmp_path, device="cpu"), prompts, greedy(8))
-    for got, wanted in zip(
-        run(made(tmp_path, device="cuda"), prompts, greedy(8)), host, strict=True
-    ):
+    saved(tmp_path)
+    given = {"page_size": PAGE, "kv_cache_memory": "16MiB"}
+    found = (
+        run(engine(str(tmp_path), device=device, **given), prompts_of(2), greedy(8))
+        for device in ("cuda", "cpu")
+    )
+    for got, wanted in zip(*found, strict=True):
         assert_same(got, wanted)
 
 

@@ -70,10 +70,13 @@ class Scheme(ABC):
         shape = linear.experts, linear.out_features, linear.in_features
         return [Weight(source.name(linear.fused), shape, linear.weight)]
 
-    def check_division(  # noqa: B027 - most can be divided anywhere
+    def divide(  # noqa: B027 - most can be divided anywhere
         self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear
     ) -> None:
-        """Raise BadConfig if a map cannot be divided so.
+        """Make the parameters of a map, which are not filled yet, such that they can be divided.
+
+        Raises:
+            BadConfig: they cannot be divided so.
 
         Args:
             own: a rank's part.

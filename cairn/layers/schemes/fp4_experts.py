@@ -67,7 +67,7 @@ class Fp4Scheme(KeptScheme):
         """Matrices are dequantised when they are read."""
         return Fp4AtLoad(self.scale_name)
 
-    def check_division(self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear) -> None:
+    def divide(self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear) -> None:
         """Columns that share a scale stay together."""
         if own.in_features != whole.in_features and own.in_features % COLUMNS:
             raise BadConfig(

@@ -9,8 +9,9 @@ Scales are stored as float32, or as e8m0: a byte e for 2^(e - 127), which some f
 from __future__ import annotations
 
 import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn import ops
-from cairn.errors import BadConfig, BadModel
+from cairn.errors import BadModel
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import (
     Chosen,
@@ -30,7 +31,7 @@ from cairn.layers.schemes.base import (
     leading,
     normed,
 )
-from cairn.layers.weight import Source, Weight
+from cairn.layers.weight import WHOLE, Index, Source, Weight
 from cairn.ops import advice
 from cairn.ops.quantization import e8m0
 
@@ -56,6 +57,8 @@ class Fp8BlockScheme(Scheme):
         patterns: regular expressions of names of further modules that are not quantised.
         path: name of the module that the scheme is of.
         own_experts: the scheme of experts; None: this one.
+        stored_block: rows and columns that share a scale in the checkpoint, multiples of those of
+            `block`; None: as many.
     """
 
     def __init__(
@@ -66,9 +69,11 @@ class Fp8BlockScheme(Scheme):
         patterns: tuple[str, ...] = (),
         path: str = "",
         own_experts: Scheme | None = None,
+        stored_block: tuple[int, int] | None = None,
     ) -> None:
         self.block, self.plain, self.scale_name = block, plain, scale_name
         self.patterns, self.path, self.own_experts = patterns, path, own_experts
+        self.stored_block = stored_block or block
 
     @property
     def unpacked(self) -> Scheme:
@@ -107,16 +112,10 @@ class Fp8BlockScheme(Scheme):
         """A tensor of matrices and one of scales, both of all experts."""
         shape = linear.experts, linear.out_features, linear.in_features
         matrices, scales = (source.name(linear.fused + end) for end in ("", "_scale_inv"))
+        sizes = tuple(part.size for part in linear.parts)
         return [
             Weight(matrices, shape, linear.weight, dtypes=("F8_E4M3",)),
-            Weight(
-                scales,
-                tuple(linear.scale.shape),
-                linear.scale,
-                transform=functools.partial(decode_scale, name=scales),
-                draw="one",
-                dtypes=SCALE_DTYPES,
-            ),
+            self._scales(linear, scales, sizes, lead=(linear.experts,)),
         ]
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
@@ -126,8 +125,8 @@ class Fp8BlockScheme(Scheme):
         shape = *lead, linear.out_features, linear.in_features
         weight = torch.empty(shape, dtype=torch.float8_e4m3fn)
         linear.weight = nn.Parameter(weight, requires_grad=False)
-        rows = sum(self._blocks(part.size, linear)[0] for part in linear.parts)
-        scale = torch.empty(*lead, rows, self._blocks(0, linear)[1], dtype=torch.float32)
+        rows, columns = self._grid([part.size for part in linear.parts], linear)
+        scale = torch.empty(*lead, rows, columns, dtype=torch.float32)
         linear.scale = nn.Parameter(scale, requires_grad=False)
 
     def weights(
@@ -139,34 +138,67 @@ class Fp8BlockScheme(Scheme):
             shape, at = (size, linear.in_features), at_rows(expert, start, size)
             matrix = source.name(f"{name}.weight")
             found.append(Weight(matrix, shape, linear.weight, at, dtypes=("F8_E4M3",)))
-            blocks, scales = self._blocks(size, linear), source.name(f"{name}.{self.scale_name}")
-            found.append(
-                Weight(
-                    scales,
-                    blocks,
-                    linear.scale,
-                    at_rows(expert, first, blocks[0]),
-                    transform=functools.partial(decode_scale, name=scales),
-                    draw="one",
-                    dtypes=SCALE_DTYPES,
-                )
-            )
-            start, first = start + size, first + blocks[0]
+            scales, rows = source.name(f"{name}.{self.scale_name}"), self._grid([size], linear)[0]
+            found.append(self._scales(linear, scales, (size,), at_rows(expert, first, rows)))
+            start, first = start + size, first + rows
         return found
 
-    def check_division(self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear) -> None:
-        """Blocks of the whole matrix must be blocks of the ranks' parts."""
-        sizes = [
-            (a.size, b.size, self.block[0]) for a, b in zip(own.parts, whole.parts, strict=True)
-        ]
-        sizes.append((own.in_features, whole.in_features, self.block[1]))
-        for part, size, block in sizes:
-            if part != size and size % block and size > block:
-                raise BadConfig(
-                    f"a matrix of {size} rows or columns with scales for blocks of {block} cannot "
-                    f"be divided into {part}",
-                    "Use fewer ranks (--tensor-parallel-size)",
-                )
+    def _scales(
+        self,
+        linear: Linear | ExpertLinear,
+        name: str,
+        sizes: tuple[int, ...],
+        at: Index = WHOLE,
+        lead: tuple[int, ...] = (),
+    ) -> Weight:
+        """Scales of matrices with so many rows each, one below the other."""
+        decode = functools.partial(decode_scale, name=name)
+        transform: Callable[[Tensor], Tensor] = decode
+        if self.block != self.stored_block:
+            # A rank's part of a block begins anywhere, so it is cut out of what they become.
+            def transform(stored: Tensor) -> Tensor:
+                return self._split(decode(stored), sizes, linear)
+
+        return Weight(
+            name,
+            (*lead, *self._grid(sizes, linear, self.stored_block)),
+            linear.scale,
+            at,
+            transform=transform,
+            whole=self.block != self.stored_block,
+            draw="one",
+            dtypes=SCALE_DTYPES,
+        )
+
+    def _split(self, scale: Tensor, sizes: Sequence[int], linear: Linear | ExpertLinear) -> Tensor:
+        """Scales of stored blocks [..., rows, columns], for the smaller ones in them."""
+        stored = [self._grid([size], linear, self.stored_block)[0] for size in sizes]
+        parts = list(scale.split(stored, dim=-2))
+        for at, size in enumerate(sizes):
+            rows, columns = self._grid([size], linear)
+            for axis, kept in ((-2, rows), (-1, columns)):
+                ratio = self.stored_block[axis] // self.block[axis]
+                parts[at] = parts[at].repeat_interleave(ratio, axis).narrow(axis, 0, kept)
+        return torch.cat(parts, dim=-2)
+
+    def divide(self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear) -> None:
+        """Where a division cuts blocks both have smaller ones, which it does not cut: their scales
+        are those of the blocks that they are parts of, so every element keeps its own."""
+        if not isinstance(own.scheme, Fp8BlockScheme):
+            # The parts of a rank are not whole blocks: all ranks dequantise.
+            whole.scheme = own.scheme
+            whole.scheme.create(whole, own.weight.dtype)
+            return
+        sizes = [(a.size, b.size) for a, b in zip(own.parts, whole.parts, strict=True)]
+        columns = [(own.in_features, whole.in_features)]
+        smaller = _uncut(self.block[0], sizes), _uncut(self.block[1], columns)
+        if smaller == self.block:
+            return
+        given = self.plain, self.scale_name, self.patterns, self.path, self.own_experts
+        scheme = Fp8BlockScheme(smaller, *given, stored_block=self.stored_block)
+        for linear in (own, whole):
+            linear.scheme = scheme
+            scheme.create(linear, linear.weight.dtype)
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """In fp8 where the device multiplies so, x rounded by groups of 128 numbers; else the
@@ -185,7 +217,9 @@ class Fp8BlockScheme(Scheme):
     ) -> Tensor:
         """As of `product`; of matrices that are dequantised, those of chosen experts alone."""
         weights, ids, limit = chosen
-        if advice.multiplies_fp8(x, self.block):
+        after = down.scheme
+        assert isinstance(after, Fp8BlockScheme)
+        if all(advice.multiplies_fp8(x, scheme.block) for scheme in (self, after)):
             return ops.fused_experts(
                 x,
                 gate_up.weight,
@@ -196,9 +230,13 @@ class Fp8BlockScheme(Scheme):
                 w2_scale=down.scale,
                 swiglu_limit=limit,
             )
-        hit, ids = ids.long().unique(return_inverse=True)
+        if x.is_cuda:
+            # Which are chosen is not known to the host.
+            hit = torch.arange(gate_up.experts, device=x.device)
+        else:
+            hit, ids = ids.long().unique(return_inverse=True)
         first = self._dequantised_experts(gate_up, hit, x.dtype)
-        second = self._dequantised_experts(down, hit, x.dtype)
+        second = after._dequantised_experts(down, hit, x.dtype)
         return ops.fused_experts(x, first, second, weights, ids, swiglu_limit=limit)
 
     def _dequantised_experts(self, linear: ExpertLinear, hit: Tensor, dtype: torch.dtype) -> Tensor:
@@ -213,14 +251,33 @@ class Fp8BlockScheme(Scheme):
         """Scales [..., blocks of rows, blocks of columns] for every element [..., out, in]."""
         block_of, first = [], 0
         for _, size, *_ in linear.parts:
-            block_of.append(torch.arange(size) // self.block[0] + first)
-            first += self._blocks(size, linear)[0]
-        scale = scale.index_select(-2, torch.cat(block_of).to(scale.device))
+            block_of.append(torch.arange(size, device=scale.device) // self.block[0] + first)
+            first += self._grid([size], linear)[0]
+        scale = scale.index_select(-2, torch.cat(block_of))
         return scale.repeat_interleave(self.block[1], dim=-1)[..., : linear.in_features]
 
-    def _blocks(self, rows: int, linear: Linear | ExpertLinear) -> tuple[int, int]:
-        """Blocks of rows and of columns of a matrix with so many rows."""
-        return -(-rows // self.block[0]), -(-linear.in_features // self.block[1])
+    def _grid(
+        self,
+        sizes: Sequence[int],
+        linear: Linear | ExpertLinear,
+        block: tuple[int, int] | None = None,
+    ) -> tuple[int, int]:
+        """Rows and columns of the scales of matrices with so many rows each."""
+        rows, columns = block or self.block
+        return sum(-(-size // rows) for size in sizes), -(-linear.in_features // columns)
+
+
+def _uncut(block: int, sizes: Sequence[tuple[int, int]]) -> int:
+    """The size of the largest blocks, of which blocks of a size consist, that no division cuts.
+
+    Args:
+        sizes: of a rank's part and of the whole of each matrix, along an axis.
+    """
+    for part, whole in sizes:
+        # Of whole blocks, a part that is within one has the scale of that.
+        if part != whole and whole > block and (block % part or whole % block):
+            block = math.gcd(block, part)
+    return block
 
 
 class Fp8BlockAtLoad(PlainScheme):

@@ -156,7 +156,7 @@ def attend(
 
 def fits_groups(q: Tensor, cache: Tensor, candidates: Candidates, latent: int) -> bool:
     """Whether groups of warps gather and multiply: Hopper, DeepSeek's widths, lists of cells."""
-    if not TUNING.groups or candidates.cells is None or (latent, q.shape[2]) != (512, 576):
+    if candidates.cells is None or (latent, q.shape[2]) != (512, 576):
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or records.is_quantized(cache):
         return False

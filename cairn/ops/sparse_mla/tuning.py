@@ -34,8 +34,6 @@ class SparseMlaTuning(Tuning):
     group_tokens: int = 64
     """Heads and tokens from which on groups of warps gather and multiply, on Hopper: of fewer most
     of a tile is empty, or the splits are too many."""
-    groups: bool = False
-    """Whether they do: off until test_groups_of_warps passes on a GPU."""
     merged: int = 2048
     """Numbers of partial states that a program merges at once."""
     store_tokens: int = 4
