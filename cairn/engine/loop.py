@@ -35,6 +35,7 @@ from cairn.engine.messages import (
 from cairn.engine.profile import StepProfile
 from cairn.errors import BadRequest, CairnError, EngineDead, InvariantError
 from cairn.obs.log import get_logger
+from cairn.runner.orders import CAPTURES
 
 log = get_logger(__name__)
 
@@ -99,6 +100,8 @@ class EngineLoop:
         self._leaked = 0
         self._audited = False
         self._stats_due = 0.0
+        # Graphs that warm-up has left are captured while nothing runs.
+        self._captures = list(CAPTURES) if built.runner.graphs is not None else []
         self._calls: dict[str, Callable[..., Any]] = {
             "flush_cache": self._flush_cache,
             "cache": self._cache,
@@ -138,9 +141,14 @@ class EngineLoop:
                     return False
 
     def _rest(self) -> None:
-        """Wait for a message; in the meantime account for the pages and end a profile that lags."""
+        """Wait for a message; in the meantime capture graphs, one between two looks for a message,
+        then account for the pages and end a profile that lags."""
         self._refresh_stats()
         self._moved, self._moved_parts = [], []
+        if self._captures:
+            if not self._core.executor.call(self._captures[0]):
+                del self._captures[0]
+            return
         waits = [] if self._audited else [LEDGER_SECONDS]
         if self._profile is not None:
             waits.append(self._profile[1].seconds_left)

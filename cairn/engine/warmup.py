@@ -2,7 +2,8 @@
 
 On a GPU kernels are compiled when they first run, once for every way of cutting the work that the
 number of tokens asks for, and graphs are captured; never for a length. So steps of few and of many
-tokens run here, all graphs of prefills are captured, and one decode step of each graph's size runs.
+tokens run here, and decode steps of one row and of all. What these need is captured: the smallest
+and the largest graphs. The engine captures the others while it is idle, or when a step needs one.
 """
 
 from __future__ import annotations
@@ -46,11 +47,8 @@ def warm_up(built: Built) -> None:
     singles = [_one(built, length) for length in lengths]
     if on_gpu:
         singles += _behind_fronts(built, lengths, most - 1)
-    buckets = built.runner.graphs.buckets if built.runner.graphs is not None else ()
     rows = min(built.config.max_num_seqs, pages)
-    several = [
-        _several(built, count) for count in sorted({min(bucket, rows) for bucket in buckets})
-    ]
+    several = [_several(built, count) for count in sorted({1, rows})] if on_gpu else []
     several += _with_guesses(built, most)
     if on_gpu:
         prefills = [plan for steps in (*singles, *several) for plan in steps.without_decode()]
@@ -60,8 +58,8 @@ def warm_up(built: Built) -> None:
     for steps in singles:
         _run(built, steps)
     if graphs is not None:
-        for kind in graphs.kinds():
-            graphs.prepare(kind)
+        # The largest: the others find its memory.
+        graphs.prepare_next()
     built.runner.prefill_graphs = graphs
     for steps in several:
         _run(built, steps)

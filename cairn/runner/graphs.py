@@ -212,6 +212,7 @@ class DecodeGraphs:
         self._device = self._lines.device
         self._captured: dict[Kind, Captured] = {}
         self._last: tuple[Kind, Captured] | None = None
+        self._ahead: list[Kind] | None = None
         self.pool = torch.cuda.graph_pool_handle()
 
     def kinds(self) -> list[Kind]:
@@ -279,6 +280,24 @@ class DecodeGraphs:
         rows = self._ends(tokens, replayed.guessing)
         self._lines.answer(tokens, self.place.rows.last_token, rows)
         replayed.trip.returns(len(tokens))
+
+    def prepare_next(self) -> bool:
+        """Capture one more kind of those that choose tokens; False: there is none. The largest are
+        first: the others find their memory."""
+        if self._ahead is None:
+            ahead = (k for k in self.kinds() if k.ending in (Ending.GREEDY, Ending.DRAW))
+            self._ahead = sorted(ahead, key=lambda kind: kind.slots)
+        while self._ahead:
+            kind = self._ahead.pop()
+            if kind in self._captured:
+                continue
+            try:
+                self._captured[kind] = self._capture(kind)
+            except torch.OutOfMemoryError as error:
+                log.warning("no more graphs of decode steps are captured ahead: %s", error)
+                self._ahead.clear()
+            return bool(self._ahead)
+        return False
 
     @torch.inference_mode()
     def rehearse(self) -> None:

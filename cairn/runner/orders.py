@@ -69,7 +69,9 @@ Order = Load | Step | Moves | Call
 FRAME = struct.Struct("<Q")
 """An order's length, in front of it."""
 
-CALLS = ("forget_reads", "encoder.rehearse")
+CAPTURES = ("graphs.prepare_next", "prefill_graphs.prepare_next")
+"""Each call captures one graph; false: all are there."""
+CALLS = ("forget_reads", "encoder.rehearse", *CAPTURES)
 """What may be called."""
 
 

@@ -88,6 +88,7 @@ class PrefillGraphs:
         self._buffers = StepBuffers(self.buckets[-1], self._place.spare_locations, device)
         self._captured: dict[Kind, Captured] = {}
         self._too_large: set[Kind] = set()
+        self._ahead: list[Kind] | None = None
 
     def run(self, layout: Layout) -> Tensor | None:
         """Queue the model's pass over a step, and before it what it changes in the page tables;
@@ -150,6 +151,17 @@ class PrefillGraphs:
             log.warning("steps of %d slots run without a graph: %s", kind.slots, error)
             return
         log.info("captured steps of %d slots in %.2f s", kind.slots, time.perf_counter() - began)
+
+    def prepare_next(self) -> bool:
+        """Capture the largest kind that has not been; False: there is none."""
+        if self._ahead is None:
+            self._ahead = self.kinds()[::-1]
+        while self._ahead:
+            kind = self._ahead.pop()
+            if kind not in self._captured and kind not in self._too_large:
+                self.prepare(kind)
+                return True
+        return False
 
     def _closing(self, bucket: int) -> int:
         """Pages that a step of this bucket may complete."""

@@ -22,6 +22,7 @@ from cairn.engine.messages import (
     pack_ids,
 )
 from cairn.errors import EngineDead, InvariantError
+from cairn.runner.orders import CAPTURES
 from cairn.types import SamplingParams
 from tests.engine.fakes import all_pages_back, fake_core, next_token
 
@@ -38,6 +39,16 @@ class Steps:
         self.reached = threading.Semaphore(0)
         self.available: list[int] = []
         self.error: Exception | None = None
+        self.captures: list[str] = []
+        self.ahead = {name: 2 for name in CAPTURES}
+
+    def call(self, name):
+        """Captures wait for leave too."""
+        self.captures.append(name)
+        self.reached.release()
+        assert self.leave.acquire(timeout=SECONDS)
+        self.ahead[name] -= 1
+        return self.ahead[name] > 0
 
     def launch(self, plan):
         self.available.append(self.cache.available)
@@ -51,7 +62,7 @@ class Steps:
 class Running:
     """A loop in a thread; `steps` holds it back, `sent` is what it has said."""
 
-    def __init__(self, **core) -> None:
+    def __init__(self, graphs=None, **core) -> None:
         self.core = fake_core(**core)
         self.core.executor = self.steps = Steps(self.core)
         self.vitals = SimpleNamespace(stats=Stats(), step_began=None)
@@ -63,7 +74,8 @@ class Running:
         self._outbox.bind("inproc://loop")
         inbox = self._context.socket(zmq.PULL)
         inbox.connect("inproc://loop")
-        runner = SimpleNamespace(reads=SimpleNamespace(queries=0, selected_by_head=0.0))
+        reads = SimpleNamespace(queries=0, selected_by_head=0.0)
+        runner = SimpleNamespace(reads=reads, graphs=graphs)
         built = SimpleNamespace(core=self.core, runner=runner)
         self.loop = EngineLoop(built, inbox, self._take, self.vitals)
         self.thread = threading.Thread(target=self._run)
@@ -251,6 +263,21 @@ def test_a_lost_page_shows_when_the_engine_rests(make):
         threading.Event().wait(0.1)
     assert running.vitals.stats.pages_leaked == 2
     assert running.vitals.stats.running == running.vitals.stats.waiting == 0
+
+
+def test_an_idle_engine_captures_graphs_and_a_request_waits_for_one_at_most(make):
+    running = make(graphs="those of decode steps")
+    running.reach_step()
+    running.submit("a", max_tokens=2)
+    running.step()
+    assert len(running.steps.captures) == len(running.steps.available) == 1
+    for _ in range(4):
+        # The request's second step, then the captures that are left.
+        running.step()
+    running.steps.leave.release()
+    running.wait(lambda sent: any(d.finish_reason for d in deltas(sent)))
+    assert running.steps.captures == [name for name in CAPTURES for _ in range(2)]
+    assert len(running.steps.available) == 2
 
 
 def test_what_has_ended_is_not_counted_while_a_step_still_runs_it(make, monkeypatch):

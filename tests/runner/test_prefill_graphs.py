@@ -385,13 +385,21 @@ def test_graphs_of_one_pool_do_not_disturb_each_other(pair):
 
 
 @pytest.mark.gpu
-def test_a_warm_engine_captures_nothing_more(pair, monkeypatch):
+def test_an_engine_that_was_idle_for_long_captures_nothing_more():
     built = engine("qwen_gqa4_prior_lora_inrange", device="cuda", kv_cache_memory="64MiB")
     warm_up(built)
-    known = set(built.runner.prefill_graphs._captured)
-    assert known == set(built.runner.prefill_graphs.kinds())
+    decoding, prefilling = built.runner.graphs, built.runner.prefill_graphs
+    assert {min(prefilling.buckets), max(prefilling.buckets)} <= {
+        kind.slots for kind in prefilling._captured
+    }
+    few = len(decoding._captured), len(prefilling._captured)
+    while decoding.prepare_next() or prefilling.prepare_next():
+        pass
+    known = set(prefilling._captured) | set(decoding._captured)
+    assert set(prefilling.kinds()) <= known
+    assert few < (len(decoding._captured), len(prefilling._captured))
     run(built, [text(1, 700), text(2, 30)], greedy(3))
-    assert set(built.runner.prefill_graphs._captured) == known
+    assert set(prefilling._captured) | set(decoding._captured) == known
 
 
 @pytest.mark.gpu
