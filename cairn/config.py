@@ -52,7 +52,7 @@ class EngineOptions(DisaggregationOptions, SpeculativeOptions, MixerOptions, Med
 
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
-        device: "auto", "cpu", "cuda" or "cuda:N".
+        device: "auto", "cpu", "cuda" or "cuda:N", which becomes the process's current device.
         kv_cache_dtype: of what pages hold: "auto" (the dtype), "bf16" (must be it), "fp8_e4m3" or
             "fp4_e2m1" (on a CPU) of keys and values, "fp8_ds" of latent attention.
         max_model_len: longest sequence in user tokens, prompt and output together.

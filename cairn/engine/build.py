@@ -123,6 +123,9 @@ def build(
     """
     config = resolve(options, load_spec(model), this_machine(options.device))
     size = config.tensor_parallel_size
+    if ":" in config.device:
+        # Streams, and kernels of Triton, are of the current device.
+        torch.cuda.set_device(config.device)
     # Refused before any process is started.
     local(config.model, size)
     listener = listen(config)
