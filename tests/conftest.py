@@ -15,10 +15,14 @@ from hypothesis import settings
 from tests.interpreting import quicken
 
 if not torch.cuda.is_available():
-    # Read when a kernel is defined: it then runs on CPU tensors, one program after the other.
+    # Kernels run on CPU tensors here, one program after the other. Processes that tests start do
+    # not inherit that: they need no kernels, and are ready sooner.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    interpreted = import_module("cairn.ops.gpu").INTERPRETED
     with suppress(ImportError):
+        import_module("triton").knobs.runtime.interpret = interpreted
         quicken(import_module("triton.runtime.interpreter"))
+    del os.environ["TRITON_INTERPRET"]
 
 # A busy machine may take long over one example; the suite has its own time limits.
 settings.register_profile("cairn", deadline=None)

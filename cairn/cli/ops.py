@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def ops(as_json: bool, docs: Path | None, measured: tuple[Path, ...]) -> None:
 
     CAIRN_OPS=reference runs the definitions alone; CAIRN_OPS=name=implementation forces one.
     """
+    # Before the ops are imported: kernels for a GPU are listed where there is none, too.
+    os.environ.setdefault("TRITON_INTERPRET", "0")
     from cairn.bench import registered as _registered  # noqa: F401  (ops are found once imported)
     from cairn.ops.listing import table
     from cairn.ops.registry import check_forced
