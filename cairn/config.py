@@ -18,6 +18,7 @@ from cairn.specs.disaggregation import (
     DisaggregationOptions,
     resolve_disaggregation,
 )
+from cairn.specs.experts import Balance, ExpertOptions, resolve_experts
 from cairn.specs.kv_format import FP4_E2M1, FP8_E4M3, KV_FORMATS
 from cairn.specs.media import MediaLimits, MediaOptions, media_model, resolve_media
 from cairn.specs.model import ModelSpec
@@ -44,11 +45,13 @@ def default_model_path() -> Path:
 
 @checked_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions(DisaggregationOptions, SpeculativeOptions, MixerOptions, MediaOptions):
+class EngineOptions(
+    ExpertOptions, DisaggregationOptions, SpeculativeOptions, MixerOptions, MediaOptions
+):
     """What the user asked for; None or "auto" leaves the choice to `resolve`.
 
-    Options of single mixers, of speculative decoding, of images and of disaggregation are
-    inherited: each is declared and resolved where its mixer is, or in `cairn.specs`.
+    Options of single mixers, of speculative decoding, of images, of disaggregation and of experts
+    are inherited: each is declared and resolved where its mixer is, or in `cairn.specs`.
 
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
@@ -138,7 +141,8 @@ class EngineConfig:
 
     `model` is the model with the options of its mixers applied.
     `itl_target_ms` is None where no target was given: chunks then keep their size.
-    `speculation` is None where no next tokens are guessed.
+    `speculation` is None where no next tokens are guessed, `balance` where experts stay in their
+    places.
     One of `kv_cache_memory` and `gpu_memory_utilization` is None: the other one sizes the pages,
     whose number and the longest sequence are settled by the memory plan.
     """
@@ -160,6 +164,7 @@ class EngineConfig:
     disable_overlap_schedule: bool
     kv_host_memory: int = 0
     tensor_parallel_size: int = 1
+    balance: Balance | None = None
     disaggregation: Disaggregation | None = None
     speculation: Speculation | None = None
     media: MediaLimits = field(default_factory=MediaLimits)
@@ -190,6 +195,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
     speculation = resolve_speculation(options, model, notes)
     if speculation is not None and speculation.algorithm == NEXTN:
         model = replace(model, draft=model.draft_layer)
+    model, balance = resolve_experts(options, model, options.tensor_parallel_size, notes)
     return EngineConfig(
         model=model,
         dtype=dtype,
@@ -207,6 +213,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         disable_cuda_graph=options.disable_cuda_graph,
         disable_overlap_schedule=options.disable_overlap_schedule,
         tensor_parallel_size=options.tensor_parallel_size,
+        balance=balance,
         kv_host_memory=(host_memory := _resolve_host_memory(options)),
         disaggregation=resolve_disaggregation(options, host_memory, os.environ),
         speculation=speculation,

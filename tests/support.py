@@ -43,6 +43,7 @@ FEATURES = {
     "speculation": "drafted tokens are verified, with the same tokens as without",
     "images": "prompts with images and videos give the reference's logits",
     "TP": "a model divided between two ranks (`--tensor-parallel-size`) gives what it gives whole",
+    "EP": "ranks that hold some experts each (`--enable-expert-parallel`) give what one gives",
     "PD": "prefill and decode in different processes",
     "host prefix cache": "a prefix that the device gave up comes back from host memory bit for bit",
 }

@@ -12,6 +12,7 @@ import click
 from cairn.config import DTYPES, KV_CACHE_DTYPES, default_model_path
 from cairn.errors import BadRequest
 from cairn.specs.disaggregation import disaggregation_options
+from cairn.specs.experts import expert_options
 from cairn.specs.media import media_options
 from cairn.specs.options import mixer_options
 from cairn.specs.speculation import speculative_options
@@ -125,6 +126,8 @@ def _declared(entry: Field[Any]) -> Callable[[F], F]:
     given = {
         key: entry.metadata[key] for key in ("type", "metavar", "help") if key in entry.metadata
     }
+    if "flag" in entry.metadata:
+        given |= {"is_flag": True, "default": None}
     if "choices" in entry.metadata:
         given["type"] = click.Choice(entry.metadata["choices"])
     return click.option("--" + entry.name.replace("_", "-"), **given)
@@ -135,6 +138,7 @@ DECLARED = (
     *speculative_options(),
     *media_options(),
     *disaggregation_options(),
+    *expert_options(),
 )
 """Options that say themselves what a command line needs of them."""
 

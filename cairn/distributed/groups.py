@@ -58,6 +58,14 @@ class Group:
             self._ranks.broadcast(x, 0).wait()
         return x
 
+    def send(self, x: Tensor, rank: int) -> None:
+        """Send a contiguous tensor to a rank, which receives it at this place of its calls."""
+        self._ranks.send([x.view(torch.uint8)], rank, 0).wait()
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        """Fill a contiguous tensor with what a rank sends."""
+        self._ranks.recv([x.view(torch.uint8)], rank, 0).wait()
+
     def least(self, number: int, device: torch.device) -> int:
         """The smallest of the ranks' numbers."""
         every = self.gathered(torch.tensor(number, dtype=torch.int64, device=device))

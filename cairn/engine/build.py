@@ -22,6 +22,7 @@ from cairn.cache.window import WindowPages
 from cairn.config import EngineConfig, EngineOptions, Machine, resolve
 from cairn.distributed.groups import ALONE, Group
 from cairn.engine.admission import CoreShape
+from cairn.engine.balance import BalancingExecutor
 from cairn.engine.core import EngineCore
 from cairn.engine.drafts import HeadDrafter, NgramDrafter
 from cairn.engine.host_cache import check_host_cache, host_cache, host_records
@@ -48,6 +49,7 @@ from cairn.models.registry import load_model, load_spec, measure_weights
 from cairn.models.sharding import local
 from cairn.ops.compile_loops import compile_loops
 from cairn.runner.executor import Executor, InProcessExecutor, RanksExecutor
+from cairn.runner.experts import ExpertBalance
 from cairn.runner.memory import Steps, measure
 from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
@@ -190,7 +192,7 @@ def load_runner(
         return plan_memory(options, config, spec, page_bytes, room)
 
     on_gpu = device.type == "cuda"
-    parameters, weight_bytes = measure_weights(spec, dtype)
+    parameters, weight_bytes = measure_weights(spec, dtype, group)
     usage = replace(gpu_usage(device), weights=weight_bytes) if on_gpu else None
     # On a GPU these are the most pages there can be: what steps take is not known yet.
     memory = planned(usage)
@@ -223,6 +225,8 @@ def load_runner(
     if not on_gpu:
         settle_on_cpu(dtype)
     runner = Runner(module, spec.mixers, pools, shape, device, group)
+    if config.balance is not None:
+        runner.experts = ExpertBalance(module, group)
     records = host_records(config, memory, pools, group)
     on_phase("pages")
     return Loaded(InProcessExecutor(runner, records), memory, schema, table)
@@ -243,6 +247,8 @@ def _assemble(
     executor: Executor = loaded.executor
     if ranks is not None:
         executor = RanksExecutor(loaded.executor, ranks)
+    if config.balance is not None and runner.experts is not None:
+        executor = BalancingExecutor(executor, config.balance, runner.experts.layers)
     host = host_cache(loaded.executor.records, executor)
     core = EngineCore(
         core_shape(config, memory.max_model_len, tokenizer),

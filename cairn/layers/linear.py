@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,16 +93,31 @@ class Linear(nn.Module):
         return None
 
 
+class Experts(NamedTuple):
+    """Experts of a mixture.
+
+    Attributes:
+        total: how many there are.
+        held: those of this rank, in the order of its places; None: all.
+    """
+
+    total: int
+    held: tuple[int, ...] | None = None
+
+
 class ExpertLinear(nn.Module):
     """The same linear map of every expert, each with a matrix of its own.
 
     Args:
-        experts: how many, E.
+        experts: which.
         in_features: width of x.
         parts: the matrices of one expert, one below the other.
         fused: name of a tensor that holds the matrices of all experts.
         dtype: of activations.
         scheme: how the matrices are kept.
+
+    Attributes:
+        experts: matrices that are here, E.
     """
 
     weight: nn.Parameter
@@ -112,7 +128,7 @@ class ExpertLinear(nn.Module):
 
     def __init__(
         self,
-        experts: int,
+        experts: Experts,
         in_features: int,
         parts: Sequence[Rows],
         fused: str,
@@ -121,21 +137,30 @@ class ExpertLinear(nn.Module):
         scheme: Scheme = PLAIN,
     ) -> None:
         super().__init__()
-        self.experts, self.in_features, self.parts = experts, in_features, tuple(parts)
+        self._of, self.in_features, self.parts = experts, in_features, tuple(parts)
+        self.experts = experts.total if experts.held is None else len(experts.held)
         self.out_features = sum(part.size for part in parts)
         self.fused, self.scheme = fused, scheme.of(self.parts, experts=True)
         self.scheme.create(self, dtype)
 
     def weights(self, source: Source) -> list[Weight]:
-        """One tensor for all experts where the checkpoint has that, else one for each matrix."""
+        """One tensor for all experts where the checkpoint has that, else one for each matrix; those
+        of experts that are not here are ignored."""
+        total, held = self._of
         if source.holds(self.fused):
-            sizes = tuple(part.size for part in self.parts)
-            return [replace(w, pieces=sizes) for w in self.scheme.fused_weights(self, source)]
-        return [
-            weight
-            for expert in range(self.experts)
-            for weight in self.scheme.weights(self, source.within(str(expert)), expert)
-        ]
+            sizes, fused = (
+                tuple(part.size for part in self.parts),
+                self.scheme.fused_weights(self, source),
+            )
+            return [replace(w, pieces=sizes, held=held) for w in fused]
+        places = range(total) if held is None else held
+        place_of = {expert: place for place, expert in enumerate(places)}
+        found: list[Weight] = []
+        for expert in range(total):
+            place = place_of.get(expert)
+            some = self.scheme.weights(self, source.within(str(expert)), place or 0)
+            found += some if place is not None else [replace(w, parameter=None) for w in some]
+        return found
 
 
 class GatedLinear(Linear):

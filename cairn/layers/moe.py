@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from cairn import ops
 from cairn.distributed.groups import ALONE, Group
-from cairn.layers.linear import PLAIN, ExpertLinear
+from cairn.layers.expert_places import ExpertPlaces
+from cairn.layers.linear import PLAIN, ExpertLinear, Experts
 from cairn.layers.mlp import GatedMLP
 from cairn.layers.residual import Delta, Hidden, Product
 from cairn.layers.router import Router
@@ -24,8 +25,11 @@ class MixtureOfExperts(nn.Module):
         hidden: width of x.
         dtype: of activations.
         scheme: how the experts' matrices are kept.
-        group: ranks, each of which has a part of every expert. They choose alike, so nothing is
-            sent before the sum.
+        group: ranks, each of which has a part of every expert, or some experts. All have every
+            token and choose alike, so nothing is sent before the sum.
+
+    Attributes:
+        places: which experts the ranks hold; None: each has a part of all.
     """
 
     def __init__(
@@ -45,11 +49,13 @@ class MixtureOfExperts(nn.Module):
         down = [Rows(names.down, hidden)]
         # Both products of an expert are computed together.
         routed = scheme.within("experts").of([*up, *down], experts=True)
-        self.gate_up = ExpertLinear(
-            spec.experts, hidden, up, "gate_up_proj", dtype=dtype, scheme=routed
-        )
+        self.places: ExpertPlaces | None = None
+        if spec.placement and not group.alone:
+            self.places = ExpertPlaces(spec.placement, spec.experts, group)
+        experts = Experts(spec.experts, None if self.places is None else self.places.held)
+        self.gate_up = ExpertLinear(experts, hidden, up, "gate_up_proj", dtype=dtype, scheme=routed)
         self.down = ExpertLinear(
-            spec.experts, spec.intermediate, down, "down_proj", dtype=dtype, scheme=routed
+            experts, spec.intermediate, down, "down_proj", dtype=dtype, scheme=routed
         )
         self.shared: GatedMLP | None = None
         self.shared_gate: nn.Parameter | None = None
@@ -78,6 +84,9 @@ class MixtureOfExperts(nn.Module):
         """[T, hidden] -> the delta [T, hidden]."""
         x = h.value()
         weights, ids = self.router(x, h.ids)
+        if self.places is not None:
+            assert h.slots is not None, "copies of experts take turns by slots"
+            ids = self.places.own(ids, h.slots)
         chosen = Chosen(weights, ids, self.spec.limit)
         delta = self.gate_up.scheme.experts(self.gate_up, self.down, x, chosen)
         return self.group.sum(delta if self.shared is None else delta + self._shared(x))

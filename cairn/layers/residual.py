@@ -21,11 +21,13 @@ class Hidden(NamedTuple):
         x: [T, hidden].
         norm: what x still has to go through: a product may fuse it. None: nothing.
         ids: [T] int64, the token ids, for parts that choose by them.
+        slots: [T] int64, each token's place in its sequence, likewise.
     """
 
     x: Tensor
     norm: RMSNorm | None = None
     ids: Tensor | None = None
+    slots: Tensor | None = None
 
     def value(self) -> Tensor:
         """x after the norm, [T, hidden]."""
@@ -59,10 +61,11 @@ class Residual:
     Args:
         x: [T, hidden], the embedded tokens; changed in place.
         ids: [T] int64, the tokens' ids; None: no part reads them.
+        slots: [T] int64, their places in their sequences, likewise.
     """
 
-    def __init__(self, x: Tensor, ids: Tensor | None = None) -> None:
-        self.x, self.ids = x, ids
+    def __init__(self, x: Tensor, ids: Tensor | None = None, slots: Tensor | None = None) -> None:
+        self.x, self.ids, self.slots = x, ids, slots
         self._normed: tuple[RMSNorm, Tensor] | None = None
 
     def read(self, norm: RMSNorm | None, site: Site | None = None) -> Hidden:
@@ -72,8 +75,8 @@ class Residual:
             site: of the reader, where there are several streams.
         """
         if norm is not None and self._normed is not None and self._normed[0] is norm:
-            return Hidden(self._normed[1], ids=self.ids)
-        return Hidden(self.x, norm, self.ids)
+            return Hidden(self._normed[1], None, self.ids, self.slots)
+        return Hidden(self.x, norm, self.ids, self.slots)
 
     def add(
         self,
@@ -107,11 +110,11 @@ class Streams(Residual):
 
     Args:
         x: [T, n, hidden], with which they begin; changed in place.
-        ids: as of `Residual`.
+        ids, slots: as of `Residual`.
     """
 
-    def __init__(self, x: Tensor, ids: Tensor | None = None) -> None:
-        super().__init__(x, ids)
+    def __init__(self, x: Tensor, ids: Tensor | None = None, slots: Tensor | None = None) -> None:
+        super().__init__(x, ids, slots)
         self._weights: tuple[Tensor, Tensor] | None = None
 
     def read(self, norm: RMSNorm | None, site: Site | None = None) -> Hidden:
@@ -119,7 +122,7 @@ class Streams(Residual):
         assert site is not None, "several streams are read through a site"
         x, *weights = site(self.x)
         self._weights = weights[0], weights[1]
-        return Hidden(x, norm, self.ids)
+        return Hidden(x, norm, self.ids, self.slots)
 
     def add(
         self,

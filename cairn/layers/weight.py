@@ -32,6 +32,8 @@ class Weight:
         pieces: sizes of the parts, along the axis that ranks divide, each of which they divide by
             itself, or numbers in the same proportion; empty: the axis is one part.
         whole: ranks read all of it and of those beside it, and divide what the transform gives.
+        held: numbers along the first axis that the rank reads, of a tensor for all experts; None:
+            ranks divide it by the shapes of their parts.
         required: a checkpoint without it is incomplete.
         draw: how it is drawn where no checkpoint is read.
         dtypes: dtypes that the stored tensor may have, as file headers write them; None: any
@@ -50,6 +52,7 @@ class Weight:
     transform: Callable[..., Tensor] | None = None
     pieces: tuple[int, ...] = ()
     whole: bool = False
+    held: tuple[int, ...] | None = None
     required: bool = True
     draw: Draw = "matrix"
     dtypes: tuple[str, ...] | None = None

@@ -171,9 +171,9 @@ class Decoder(nn.Module):
         """The residual stream, or the streams, of a step's tokens."""
         embedded, streams = self.embedded(batch), self.spec.streams
         if streams is None:
-            return Residual(embedded, batch.input_ids)
+            return Residual(embedded, batch.input_ids, batch.slot)
         begun = embedded.unsqueeze(1).repeat(1, streams.count, 1)
-        return Streams(begun, batch.input_ids)
+        return Streams(begun, batch.input_ids, batch.slot)
 
     def _table_weights(self, source: Source) -> list[Weight]:
         spec, table = self.spec, self.embedding.weight

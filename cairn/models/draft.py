@@ -77,13 +77,14 @@ class DraftLayer(nn.Module):
         Args:
             embedded: [T, hidden], the rows' tokens.
             states: [T, width], what stands in front of them: all residual streams.
-            positions: [T] int64, rotary positions.
+            positions: [T] int64, rotary positions, or [axes, T].
             layer: the backend with its plan.
         """
         if self.streams is not None:
             states = states.unflatten(1, (self.streams.count, -1))
         x = self.join(self.token_norm(embedded), self.state_norm(states))
-        residual = Residual(x) if self.streams is None else Streams(x)
+        kind = Residual if self.streams is None else Streams
+        residual = kind(x, slots=positions if positions.dim() == 1 else positions[0])
         self.block(residual, layer, Angles(positions, x.dtype), None)
         return residual.x.flatten(1)
 

@@ -176,15 +176,23 @@ def load_model(
     return model.eval()
 
 
-def measure_weights(spec: ModelSpec, dtype: torch.dtype | str) -> tuple[int, int]:
-    """Parameters of a model and the bytes that they take in this dtype; nothing is read."""
+def measure_weights(
+    spec: ModelSpec, dtype: torch.dtype | str, group: Group | None = None
+) -> tuple[int, int]:
+    """Parameters of a model and the bytes that they take in this dtype; nothing is read.
+
+    Args:
+        spec: of the model, or of the share of a rank of `group`.
+    """
     import torch
 
+    from cairn.distributed.groups import ALONE
     from cairn.models.decoder import Decoder
     from cairn.models.weights import parameter_bytes
 
+    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device("meta"):
-        model = Decoder(spec, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        model = Decoder(spec, kind, group or ALONE)
     return parameter_bytes(model)
 
 

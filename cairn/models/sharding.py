@@ -102,6 +102,13 @@ class Share(NamedTuple):
             raise ValueError(f"{list(whole)} cannot be divided into {list(own)}")
         return cls(axis, tuple(parts))
 
+    @classmethod
+    def of_experts(cls, held: Sequence[int]) -> Share:
+        """These numbers along the first axis, in this order."""
+        begins = [i for i, expert in enumerate(held) if i == 0 or expert != held[i - 1] + 1]
+        bounds = pairwise([*begins, len(held)])
+        return cls(0, tuple(slice(held[a], held[b - 1] + 1) for a, b in bounds))
+
     def read(self, stored: Any, otherwise: Index) -> Tensor:
         """The parts of a tensor, or of a slice of a file; `otherwise`: what is read of a tensor
         that is not divided."""
@@ -152,10 +159,14 @@ class SharedWeight(NamedTuple):
         """Parts of what the whole model has in the place of the parameter."""
         if isinstance(self.own.read, slice) and self.own.read != self.whole.read:
             return Share(0, (self.own.read,))
+        if self.own.held is not None:
+            return Share.of_experts(self.own.held)
         shapes = self.whole.place.shape, self.own.place.shape
         return Share.of(*shapes, self.own.pieces, self.group)
 
     def _share(self, own: Weight, whole: Weight) -> Share:
+        if own.held is not None:
+            return Share.of_experts(own.held)
         try:
             return Share.of(whole.shape, own.shape, self.whole.pieces, self.group)
         except ValueError as error:

@@ -71,7 +71,7 @@ FRAME = struct.Struct("<Q")
 
 CAPTURES = ("graphs.prepare_next", "prefill_graphs.prepare_next")
 """Each call captures one graph; false: all are there."""
-CALLS = ("forget_reads", "encoder.rehearse", *CAPTURES)
+CALLS = ("forget_reads", "encoder.rehearse", "experts.rebalance", *CAPTURES)
 """What may be called."""
 
 

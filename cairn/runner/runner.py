@@ -30,6 +30,7 @@ from cairn.ops.advice import unchecked
 from cairn.runner.draft_head import DraftHead, DraftModel, Ends
 from cairn.runner.drafts import Drafts, Entries, Guessed
 from cairn.runner.encoding import EncoderCache
+from cairn.runner.experts import ExpertBalance
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
 from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported
 from cairn.runner.prefill_graphs import PrefillGraphs
@@ -219,16 +220,15 @@ class Runner:
         self.model, self.pools, self.shape, self._group = model, pools, shape, group
         self.backends = Backends(mixers, pools)
         groups = len(pools.schema.groups)
-        num_rows = shape.num_rows * shape.branches
-        sizes = (num_rows, shape.max_pages, shape.slots, shape.vocab_size)
+        sizes = (shape.num_rows * shape.branches, shape.max_pages, shape.slots, shape.vocab_size)
         self.rows = Rows(*sizes, device, groups, shape.axes)
         self.rows.num_requests = shape.num_rows
         self.encoder: EncoderCache | None = None
         if shape.encoder_bytes is not None:
             self.encoder = EncoderCache(model.encode, shape.encoder_bytes, device)
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device, group)
-        self._on_cpu = device.type == "cpu"
-        self._mixers = mixers
+        self._on_cpu, self._mixers = device.type == "cpu", mixers
+        self.experts: ExpertBalance | None = None
         self.forget_reads()
         self.draft_head: DraftHead | None = None
         if getattr(model, "draft", None) is not None:
@@ -247,8 +247,10 @@ class Runner:
         return [front.slots for front in self.backends.cutter.limits]
 
     def forget_reads(self) -> None:
-        """Count what layers that select read from now on."""
+        """Count what layers that select read, and which experts tokens choose, from now on."""
         self.reads = PageReads(self._mixers, self.shape.slots)
+        if self.experts is not None:
+            self.experts.forget()
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step. The plan's pages must be granted and its rows open."""

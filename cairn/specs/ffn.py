@@ -86,6 +86,8 @@ class MoeFfn:
         shared_gate: the shared expert's output is multiplied by sigmoid(w x), a scalar a token.
         shared_name: the shared expert's name in a checkpoint.
         limit, names: of all experts, see `DenseFfn`.
+        placement: the expert in every place of all ranks, rank by rank (expert parallelism); empty:
+            each rank has a part of every expert.
     """
 
     experts: int
@@ -97,13 +99,16 @@ class MoeFfn:
     shared_name: str = "shared_expert"
     limit: float = 0.0
     names: FfnNames = FfnNames()
+    placement: tuple[int, ...] = ()
 
     def of_rank(self, ranks: int) -> Self:
-        """A part of every expert, for one of several ranks; all ranks have the router. Raises
-        BadConfig if experts cannot be divided."""
+        """A part of every expert, or whole experts by the placement, and a part of the shared one,
+        for one of several ranks; all ranks have the router. Raises BadConfig if experts cannot be
+        divided."""
+        inner = self.intermediate
         return replace(
             self,
-            intermediate=share(self.intermediate, ranks, "rows of an expert"),
+            intermediate=inner if self.placement else share(inner, ranks, "rows of an expert"),
             shared=share(self.shared, ranks, "rows of the shared expert"),
         )
 

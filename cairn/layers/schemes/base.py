@@ -40,13 +40,21 @@ class Chosen(NamedTuple):
     """The experts that tokens run.
 
     Attributes:
-        weights, ids: [T, k] float32 and int32.
+        weights, ids: [T, k] float32 and int32; -1: an expert of another rank.
         limit: see `cairn.specs.ffn.DenseFfn`.
     """
 
     weights: Tensor
     ids: Tensor
     limit: float = 0.0
+
+    def among_chosen(self) -> tuple[Tensor, Chosen]:
+        """The experts that some token runs, ascending, and the same choice with their indices in
+        these."""
+        ids = self.ids.long()
+        hit = ids[ids >= 0].unique()
+        index = torch.searchsorted(hit, ids)
+        return hit, self._replace(ids=torch.where(ids < 0, -1, index))
 
 
 class Scheme(ABC):

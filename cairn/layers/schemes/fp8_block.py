@@ -234,7 +234,7 @@ class Fp8BlockScheme(Scheme):
             # Which are chosen is not known to the host.
             hit = torch.arange(gate_up.experts, device=x.device)
         else:
-            hit, ids = ids.long().unique(return_inverse=True)
+            hit, (weights, ids, limit) = chosen.among_chosen()
         first = self._dequantised_experts(gate_up, hit, x.dtype)
         second = after._dequantised_experts(down, hit, x.dtype)
         return ops.fused_experts(x, first, second, weights, ids, swiglu_limit=limit)

@@ -150,8 +150,7 @@ class KeptScheme(Scheme):
         those that are chosen."""
         hit: Tensor | None = None
         if not x.is_cuda:
-            hit, ids = chosen.ids.long().unique(return_inverse=True)
-            chosen = chosen._replace(ids=ids)
+            hit, chosen = chosen.among_chosen()
         first = self.dequantised(gate_up, hit, x.dtype)
         second = self.dequantised(down, hit, x.dtype)
         weights, ids, limit = chosen

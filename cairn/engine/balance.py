@@ -1,0 +1,54 @@
+"""Has experts placed anew every so many steps, a few layers between two steps at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from cairn.cache.host import Move
+from cairn.runner.executor import Executor
+from cairn.runner.step import Launched, StepPlan
+from cairn.specs.experts import Balance
+
+log = logging.getLogger(__name__)
+
+
+class BalancingExecutor:
+    """Runs plans on another executor, and places experts in front of some.
+
+    Args:
+        inner: of all ranks.
+        balance: how often, and how many layers at a time.
+        layers: layers with experts.
+    """
+
+    def __init__(self, inner: Executor, balance: Balance, layers: int) -> None:
+        self._inner, self._balance, self._layers = inner, balance, layers
+        self._steps, self._next = 0, layers
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step."""
+        if self._next < self._layers:
+            first, count = self._next, self._balance.chunk
+            found = self._inner.call("experts.rebalance", first=first, count=count)
+            self._next += count
+            before, now = (max(ratios) for ratios in zip(*found, strict=True))
+            told = "experts were placed anew, %d layers from the %d. on: the busiest rank had %.2f "
+            log.info(told + "times the mean load, %.2f now", len(found), first + 1, before, now)
+        self._steps += 1
+        if self._steps % self._balance.every == 0:
+            self._next = 0
+        return self._inner.launch(plan)
+
+    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
+        """See `Executor`."""
+        return self._inner.move(moves, into_host)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """See `Executor`."""
+        return self._inner.call(name, **arguments)
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+        self._inner.shutdown()

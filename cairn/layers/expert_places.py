@@ -1,0 +1,75 @@
+"""Which experts a rank holds, and which copy of an expert a token runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.distributed.groups import Group
+from cairn.distributed.placement import Ints
+
+
+class ExpertPlaces:
+    """The places of a mixture's experts on all ranks, and this rank's own.
+
+    Args:
+        placement: the expert in every place, rank by rank, of as many places each.
+        experts: how many there are, E.
+        group: the ranks.
+
+    Attributes:
+        placement: [ranks, places].
+        loads: [E] int64, tokens that chose each expert; None: nobody counts.
+    """
+
+    def __init__(self, placement: tuple[int, ...], experts: int, group: Group) -> None:
+        self.experts, self._group = experts, group
+        self.placement: Ints = np.array(placement, dtype=np.int64).reshape(group.size, -1)
+        self.loads: Tensor | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The experts in this rank's places."""
+        return tuple(self.placement[self._group.rank].tolist())
+
+    def place(self, placement: Ints) -> None:
+        """Experts are elsewhere from now on. Tensors keep their addresses, as graphs need."""
+        self.placement = placement
+        if self._tables is not None:
+            for table, value in zip(self._tables, self._computed(), strict=True):
+                table.copy_(value)
+
+    def own(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """This rank's places of chosen experts; -1: another rank runs them.
+
+        Copies take turns by a token's place in its sequence: its neighbours in a step change
+        nothing.
+
+        Args:
+            ids: [T, k] int32, the experts.
+            slots: [T] int64.
+        """
+        if self._tables is None:
+            copies, places = (table.to(ids.device) for table in self._computed())
+            self._tables = copies, places
+        copies, places = self._tables
+        chosen = ids.long()
+        if self.loads is not None:
+            flat = chosen.flatten()
+            self.loads.scatter_add_(0, flat, torch.ones_like(flat))
+        return places[chosen, slots.unsqueeze(1) % copies[chosen]]
+
+    def _computed(self) -> tuple[Tensor, Tensor]:
+        """Copies of each expert [E] int64, and this rank's place of each copy [E, ranks] int32."""
+        ranks, count = self.placement.shape
+        copies = np.zeros(self.experts, dtype=np.int64)
+        places = np.full((self.experts, ranks), -1, dtype=np.int32)
+        for rank in range(ranks):
+            for place in range(count):
+                expert = self.placement[rank, place]
+                if rank == self._group.rank:
+                    places[expert, copies[expert]] = place
+                copies[expert] += 1
+        return torch.from_numpy(copies), torch.from_numpy(places)
