@@ -219,8 +219,8 @@ class Runner:
     ) -> None:
         self.model, self.pools, self.shape, self._group = model, pools, shape, group
         self.backends = Backends(mixers, pools)
-        groups = len(pools.schema.groups)
-        sizes = (shape.num_rows * shape.branches, shape.max_pages, shape.slots, shape.vocab_size)
+        groups, num_rows = len(pools.schema.groups), shape.num_rows * shape.branches
+        sizes = (num_rows, shape.max_pages, shape.slots, shape.vocab_size)
         self.rows = Rows(*sizes, device, groups, shape.axes)
         self.rows.num_requests = shape.num_rows
         self.encoder: EncoderCache | None = None
