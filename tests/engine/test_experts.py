@@ -20,6 +20,7 @@ CASES = {
     "experts": {"ep_num_redundant_experts": 1},
     "recurrent with experts": {},
     "latent, shared selections": {"ep_num_redundant_experts": 3},
+    "latent in 8 bits": {},
     "compressed": {},
 }
 
@@ -32,7 +33,7 @@ def built(family: str, size: int, folder: Path, **options):
     return ranked.engine(path, size, **options)
 
 
-@shows("qwen3_moe qwen3_next glm_moe_dsa deepseek_v4", "EP")
+@shows("qwen3_moe qwen3_next deepseek_v32 glm_moe_dsa deepseek_v4", "EP")
 @pytest.mark.parametrize("family", CASES)
 def test_two_ranks_share_experts(family: str, tmp_path: Path) -> None:
     one, two = (
