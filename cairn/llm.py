@@ -225,8 +225,8 @@ class LLM:
             part = job.parts[0]
             for changed in self._run([job], None):
                 if part in changed:
-                    # Read before the caller has the turn: another call of theirs may end it
-                    # meanwhile.
+                    # Read before `yield`: while the caller runs, another call of theirs may step
+                    # the engine and finish this output.
                     told = part.finished
                     yield part.stream.take(), job.result()
             if not told:

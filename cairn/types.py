@@ -393,7 +393,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
             return NotImplemented
         return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
-    # Mutable, so unhashable like a list; mypy expects a hash of every object.
+    # Mutable, so not hashable, like a list; mypy wants __hash__ to be a method.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ def query_bytes(mixer: CompressedSpec, slots: int, size: int) -> float:
         return moved
     entries = (slots + 1) // own.rate
     read = min(entries, own.topk) if own.index_heads else entries
-    # Where a row is short, nothing is scored.
+    # No scores are computed where all entries of a row are read.
     scored = entries if read < entries else 0
     inputs = 2 * (1 + own.overlap) * 4 * (mixer.head_dim + own.index_dim)
     # Each token's inputs are written once, and read by every entry that is made of them.

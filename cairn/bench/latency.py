@@ -138,7 +138,8 @@ class _Point:
             if sum(phase.prefill_seconds for phase in phases) < PREFILL_SECONDS:
                 phases.append(run_phase(self.llm, self.prompts(self.batch, salt), 1))
         if len(phases) > 1:
-            # The others may have taken the pages of these, which the decode cell finds cached.
+            # Prefill the first prompts again: other phases may have evicted their pages, which the
+            # decode cell expects in the prefix cache.
             run_phase(self.llm, prompts, 1)
         phases.sort(key=lambda phase: phase.prefill_seconds)
         return _Ran(phases[len(phases) // 2], peak, launches, union)

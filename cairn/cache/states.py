@@ -58,8 +58,8 @@ class StateSnapshots:
         return len(self.beside)
 
     def resumable(self, pages: Sequence[int]) -> int:
-        """How many of these pages, a path of the prefix tree from its root, a sequence can go on
-        from: up to the deepest that has a snapshot."""
+        """How many pages of this path from the root of the prefix tree a sequence can resume
+        behind: up to the deepest page that has a snapshot."""
         return next((i for i in range(len(pages), 0, -1) if pages[i - 1] in self.beside), 0)
 
     def hold(self, page: int) -> int:

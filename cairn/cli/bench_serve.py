@@ -235,7 +235,7 @@ def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any
 )
 @server_options
 def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """Measure how a long prompt slows down running streams, and they the prompt.
+    """Measure how a long prompt slows down running streams, and the streams the prompt.
 
     A long prompt is prefilled alone; then another one arrives while streams decode; then one is
     prefilled alone again. The faster of the two lone prefills is the baseline.

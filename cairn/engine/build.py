@@ -205,7 +205,7 @@ def load_runner(
     module = load_model(model, config.model, dtype, device, random_seed=random_seed, group=group)
     on_phase("weights")
     shape = runner_shape(config, memory, slots, parameters)
-    # Sums of ranks in graphs wait for a machine that shows them.
+    # All-reduces inside CUDA graphs have not been tested, so ranks run without graphs.
     with_graphs = on_gpu and not config.disable_cuda_graph and group.alone
     if on_gpu:
         measured = (0, 0)

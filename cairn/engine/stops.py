@@ -101,8 +101,8 @@ class StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        # borders[k]: longest proper beginning of text[: k + 1] that also ends it. It grows with
-        # what was matched: a long string costs nothing before the output looks like it.
+        # Failure function of Knuth-Morris-Pratt: borders[k] is the length of the longest proper
+        # prefix of text[: k + 1] that is also its suffix; computed as far as it was needed.
         self._borders = [0]
 
     def feed(self, piece: str, may_end: bool = True) -> int:

@@ -31,7 +31,7 @@ class _Workers(ThreadPoolExecutor):
     """Threads that compile, and load what they have compiled."""
 
     def __init__(self, count: int) -> None:
-        # A thread begins on the first device.
+        # CUDA's current device is per thread and is device 0 in a new one.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         begin = None if device is None else functools.partial(torch.cuda.set_device, device)
         super().__init__(count, initializer=begin)

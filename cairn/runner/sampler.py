@@ -88,7 +88,7 @@ class _Table:
         wanted = -1 if p.logprobs is None else vocab_size if p.logprobs < 0 else p.logprobs
         self.alternatives[row] = wanted
         self.watched[row] = p.selection
-        # A greedy row among others keeps its largest logit alone.
+        # In a batch that draws, temperature 0 makes a greedy row's draw its argmax.
         coldest, hottest = FLOAT32.tiny, FLOAT32.max
         self.temperature[row] = 0.0 if p.greedy else _within(p.temperature, coldest, hottest)
         self.top_k[row] = min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size

@@ -91,7 +91,7 @@ class MediaPreparer:
             raise
         finally:
             self._waiting -= 1
-        # Whoever runs the request holds its images until it has ended.
+        # The request keeps `media` alive until it has ended.
         weakref.finalize(media, self._release, sum(len(item.pixels) for item in media.items))
         return ChatPrompt(ids, media)
 

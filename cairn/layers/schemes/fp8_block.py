@@ -155,7 +155,8 @@ class Fp8BlockScheme(Scheme):
         decode = functools.partial(decode_scale, name=name)
         transform: Callable[[Tensor], Tensor] = decode
         if self.block != self.stored_block:
-            # A rank's part of a block begins anywhere, so it is cut out of what they become.
+            # A rank's rows or columns may begin inside a stored block: scales are expanded to
+            # smaller blocks first, and then divided.
             def transform(stored: Tensor) -> Tensor:
                 return self._split(decode(stored), sizes, linear)
 

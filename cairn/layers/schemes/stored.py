@@ -208,7 +208,7 @@ class PackedScheme(OfCheckpoint, KeptScheme):
         if self.format.stored.ordered:
             first = source.name(f"{linear.parts[0].name}.")
             groups = self.format.tensors(first, linear.parts[0].size, linear.in_features)[-1]
-            # One order for the map, and the codes of every part refer to it.
+            # g_idx is stored once for a joint matrix; the codes of all its parts use it.
             found = [self._beside(one, groups) for one in found]
             whole: Index = ... if expert is None else expert
             order = functools.partial(self.order_of, name=groups.source)

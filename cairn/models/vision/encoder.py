@@ -145,7 +145,7 @@ class VisionBlock(nn.Module):
             _rotated(q, cos, sin), _rotated(k, cos, sin), v
         )
         x = x + self.proj(mixed.transpose(1, 2).flatten(0, 1).flatten(1))
-        # Rows stand alone here, so parts of them give the same numbers.
+        # The MLP works row by row, so splitting the rows changes no result and bounds its memory.
         fed = [self._fed(part) for part in self.norm2(x).split(ROWS_AT_ONCE)]
         return x + (fed[0] if len(fed) == 1 else torch.cat(fed))
 

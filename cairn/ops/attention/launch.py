@@ -260,7 +260,7 @@ def splits_of(task: Task, programs: int = 0) -> int:
 
 
 def _splits(task: Task) -> int:
-    """`splits_of` a program that does nothing else."""
+    """KV splits of a launch without a window part: whole waves of programs."""
     if task.window:
         return splits_of(task)
     lines = task.q.shape[0] * task.k_cache.shape[1]

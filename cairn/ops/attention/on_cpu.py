@@ -154,7 +154,7 @@ def attend_tiles(
     if found is None:
         return definition(call)
     tiles, rest = found
-    # One line more than tokens takes what empty cells of the tiles compute.
+    # Empty cells of tiles write to one extra line behind the tokens'.
     out = call.q.new_empty(tokens + 1, query_heads, dim, dtype=dtype)
     lse = call.q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
     for at, attend in batches(call, tiles) if tiles.row.numel() else ():

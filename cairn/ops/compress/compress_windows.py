@@ -70,7 +70,7 @@ def compress_windows(
     block = paging.tokens_per_block(16 * len(back) * wide, len(closing))
     for first in range(0, len(closing), block):
         token = closing[first : first + block]
-        # Items are the tokens of the window before, if it counts, and of the window's own.
+        # Items of an entry: the tokens of its window, and with overlap those of the window before.
         item = slot[token].unsqueeze(1) - back
         absent = (item < 0).unsqueeze(-1)
         item = item.clamp(min=0)

@@ -89,7 +89,8 @@ def compress_kernel(
         position = tl.where(there, position, 0)
         page = tl.load(own + position // SIZE, mask=there, other=0).to(tl.int64)
         line = page * page_stride + (position % SIZE).to(tl.int64) * slot_stride
-        # Of the window before the first part counts, of its own the last.
+        # Tokens of the previous window contribute their first DIM columns, those of the entry's own
+        # window their last.
         first = tl.where(item < ITEMS - RATE, 0, WIDE - DIM)
         shown = there[:, None] & within[None, :]
         at = inputs + (line + first)[:, None] + column[None, :]

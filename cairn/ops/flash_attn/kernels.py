@@ -147,7 +147,7 @@ def attend_keys(
         value = load_rows(v_head + line, inside, WIDE, VP).to(query.dtype)
         logits = tl.dot(query, key, input_precision=PRECISION)
         if other_acc is not None:
-            # Side by side with the first one's: one line of memory has both.
+            # Heads of a slot are adjacent: the other KV head's keys are in the same cache lines.
             line = lines_at(start, offset, inside, table, k_page, k_slot, SIZE, PAGING, KEYS)
             key = load_columns(other_k + line, inside, DIM, DP).to(query.dtype)
             theirs = tl.dot(query, key, input_precision=PRECISION)

@@ -152,7 +152,7 @@ def tiles_of(task: Task) -> Tiles:
     if size == 4:
         keys, stages = 32 if width <= 128 else 16, 2
     elif tokens * heads == 16 and width <= 128:
-        # Half of the stages hold pages, or each of them half as many bytes.
+        # A page-table lookup takes half of the stages, and 8-bit keys halve the bytes of each.
         stages = 3 if task.page_table is None and task.q.dtype.itemsize == 2 else 5
     held = tokens * heads * (widths[0] + (0 if task.qv is None else widths[1])) * size
     memory = min(TUNING.shared, gpu.program_memory(task.q.device) - TUNING.spare)

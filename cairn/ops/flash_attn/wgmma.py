@@ -252,7 +252,7 @@ def flash_groups_kernel(
     last = gl.maximum(length - 1, 0)
     k_line = kv * k_head + offset
     v_line = kv * v_head + offset
-    # Stands for a table that is not there, and is not read.
+    # Placeholder pointer, never read: without pages there is no table.
     table = lse
     if PAGED:
         table = page_table + row * table_stride

@@ -71,7 +71,7 @@ def _nibbles(b: Tensor, at: int, count: int) -> Tensor:
 
 
 def _fifth(b: Tensor, at: int) -> Tensor:
-    """[n, 32]: 16 where a bit is set."""
+    """[n, 32]: the fifth bit of each code, 0 or 16, from the 32-bit word at byte `at`."""
     return (_u32(b, at, 1) >> _i(b, 32) & 1).int() << 4
 
 

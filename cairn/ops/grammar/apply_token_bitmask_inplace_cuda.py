@@ -25,7 +25,7 @@ PDL_BLOCK, PDL_WARPS = 512, 4
 
 @op(mutates=("logits",))
 def mask_tokens(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> None:
-    """`apply_token_bitmask_inplace_cuda` of rows in a tensor.
+    """`apply_token_bitmask_inplace_cuda` with its row indices as a tensor.
 
     Args:
         logits, bitmask: as there.
@@ -96,7 +96,7 @@ def _(call: Call) -> None:
     if call.indices is not None:
         rows = call.indices.shape[0]
     if rows and width:
-        # One row is row 0, whatever its stride.
+        # Without a batch dimension there is only row 0, so the strides do not matter.
         strides = (
             (call.logits.stride(0), call.bitmask.stride(0))
             if call.logits.dim() == call.bitmask.dim()

@@ -182,7 +182,8 @@ def _few_on_gpu(call: Call) -> bool:
     tiled = launch.in_tiles(call.q, call.k_cache.shape[1], call.chunked, launch.LANDMARK_LINES)
     if tiled or not _on_gpu(call):
         return False
-    # The same launch stores summaries: no token may have one of their pages as a candidate.
+    # The same launch stores summaries, so no token of the step may select a page that the step
+    # completes: those lie inside the window where there are at most `window` tokens.
     return not call.store_summaries or call.q.shape[0] <= call.window
 
 

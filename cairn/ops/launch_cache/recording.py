@@ -72,7 +72,8 @@ def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
             tensors.append(value)
             device = value.get_device()
             if device != home:
-                # One on the host may be pinned or not.
+                # A host tensor beside device tensors is not supported: the key does not say
+                # whether it is pinned.
                 if home is not None:
                     return None
                 home = device
@@ -82,7 +83,7 @@ def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         elif isinstance(value, Tensor) or kind.__hash__ is None:
             return None
         else:
-            # Zeros of either sign are equal.
+            # 0.0 == -0.0, so a zero is keyed by its text.
             key += (kind, value if value or kind is not float else str(value))
     addresses = list(map(Tensor.data_ptr, tensors))
     if functools.reduce(operator.or_, addresses) & _LOW_BITS:

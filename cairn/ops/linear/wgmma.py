@@ -132,7 +132,7 @@ def linear_groups_kernel(
     shared = (rows, columns, full, free)
     task = (out, out_stride, first, second, tokens, numbers, count)
     source = (weight, x, first, second, begin, count)
-    # Constants stay such in the first tuple of a sum alone, if it has no name.
+    # Gluon keeps constexprs only in an unnamed first operand of a tuple sum.
     gl.warp_specialize(
         [
             (sum_parts, (GATED,) + shared + task),  # noqa: RUF005 - Triton knows no starred items

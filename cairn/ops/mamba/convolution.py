@@ -19,7 +19,7 @@ def convolve(window: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) ->
     y = window.new_zeros((), dtype=torch.float32) if bias is None else bias.float()[:, None]
     for tap in range(width):
         y = y + weight[:, tap, None].float() * window[..., tap : tap + tokens].float()
-    # torch's silu rounds an element otherwise where a CPU's vectors do not reach it.
+    # Not torch's silu: on a CPU its vectorised body and scalar tail round differently.
     return y / (1 + torch.exp(-y)) if silu else y
 
 

@@ -15,7 +15,7 @@ def log_decay(a_log: Tensor, a: Tensor, dt_bias: Tensor, beta: float, threshold:
     rate = a_log.float().exp()
     if dt_bias.dim() == 2:
         rate = rate.unsqueeze(-1)
-    # torch's softplus rounds an element otherwise where a CPU's vectors do not reach it.
+    # Not torch's softplus: on a CPU its vectorised body and scalar tail round differently.
     soft = torch.log1p(torch.exp(beta * x)) / beta
     return -rate * torch.where(beta * x > threshold, x, soft)
 

@@ -27,7 +27,7 @@ def fused_rmsnorm_gated(input: Tensor, weight: Tensor, gate: Tensor, eps: float 
     x = input.float()
     scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     z = gate.float()
-    # torch's silu rounds an element otherwise where a CPU's vectors do not reach it.
+    # Not torch's silu: on a CPU its vectorised body and scalar tail round differently.
     return (x * scale * weight.float() * (z / (1 + torch.exp(-z)))).to(input.dtype)
 
 

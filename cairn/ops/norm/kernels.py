@@ -10,7 +10,7 @@ from cairn.ops.pdl import await_previous, launch_next
 @triton.jit
 def scaled(value, at, inside, width, eps, axis: tl.constexpr, SHIFTED: tl.constexpr):
     """rsqrt(mean of squares along the axis + eps), and the weights at an address, float32."""
-    # First, so as not to wait for it behind the sum.
+    # Loaded before the reduction, so that the two latencies overlap.
     factor = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if SHIFTED:
         factor += 1.0
@@ -160,8 +160,8 @@ def lengths_kernel(
     x, weight, gate, out, rows, heads, x_token, x_head, gate_token, gate_head, width, divisor, eps,
     shift, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows [width], of which a token has `heads`: out = x * rsqrt(sum(x^2) / divisor + eps),
-    then * (weight + shift) * silu(gate), where these are given. PDL: as in `await_previous`."""
+    """ROWS rows [width] a program, `heads` rows a token: out = x * rsqrt(sum(x^2) / divisor + eps),
+    times (weight + shift) and silu(gate) where these are given. PDL: as in `await_previous`."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)

@@ -186,7 +186,7 @@ def groups_kernel(
         inside = inside & finite
     tl.store(to, code, mask=inside)
     if PACKED:
-        # The byte of the word; of a place behind the last group, 0.
+        # Four exponents share a word; bytes behind the last group are 0.
         word = expert * s_expert + inner * s_row + (group // 4) * s_group
         byte = tl.where(real, exponent, 0).to(tl.uint8)
         tl.store(scale.to(tl.pointer_type(tl.uint8)) + word * 4 + group % 4, byte, mask=alive)
@@ -199,8 +199,8 @@ def e4m3_rounded(size):
     """Magnitudes, NaN among them, to the nearest of e4m3, ties to even, at most 448: as float32
     and as its codes in int32."""
     size = tl.where(size > 448.0, 448.0, size)
-    # In a sum with 2 ** 20 times its own power of two a number keeps 3 bits behind the first.
-    # Below 2 ** -6 the steps stay 2 ** -9.
+    # Adding 2 ** 20 times a number's power of two rounds it to 3 mantissa bits. Subnormals, below
+    # 2 ** -6, all have steps of 2 ** -9.
     power = (size.to(tl.int32, bitcast=True) & 0x7F800000) + (20 << 23)
     power = tl.maximum(power, (127 + 14) << 23)
     whole = power.to(tl.float32, bitcast=True)

@@ -113,7 +113,7 @@ def rotate_kernel(
         first, second, first_at, second_at = turned(q, at, inside, cos, sin, HALF, HP, NEOX)
         tl.store(q + first_at, first, mask=inside)
         tl.store(q + second_at, second, mask=inside)
-    # The outer ones are decided when the kernel is compiled.
+    # The outer conditions are compile-time constants.
     if k is not None:  # noqa: SIM102
         if (group >= before) & (group < through):
             head = (group - before) * HEADS + tl.arange(0, HEADS)

@@ -23,7 +23,7 @@ def heads_into_cache(
         q: [T, h_q, d] and z: [T, h_q or 0, d], written.
     """
     own, others = q.shape[1], k_cache.shape[1]
-    # The values stand behind what is projected; a sum with `added` is not.
+    # Values follow q and k in `projected`; with `added`, z is computed and takes no place there.
     behind = own + others if added.size else len(weight)
     for token in prange(len(projected)):
         given = projected[token]

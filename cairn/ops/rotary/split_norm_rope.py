@@ -53,7 +53,7 @@ def split_norm_rope(
     if whole:
         mean = means_over(mean, counts)
     y = rotated(y * torch.rsqrt(mean + eps) * weight, cos_sin).to(projected.dtype)
-    # Copies, also of what is contiguous as it is: results of an op do not share memory.
+    # clone() also where a part is contiguous: an op's results must not share memory.
     q, k, z = (part.clone(memory_format=torch.contiguous_format) for part in y.split(counts, dim=1))
     return q, k, z
 

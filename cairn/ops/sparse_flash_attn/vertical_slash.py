@@ -79,7 +79,7 @@ def check(name: str, lines: Lines, merged: bool = False) -> None:
     if lines.block_m < 1:
         refuse(name, "block_size_M", f"is {lines.block_m}")
     if lines.block_n < lines.block_m:
-        # A band of one slash would be more than one block: more than the table has places for.
+        # Then one slash could cover more than one block, and the table has one place a slash.
         refuse(name, "block_size_N", f"is {lines.block_n}, less than block_size_M {lines.block_m}")
 
 

@@ -60,7 +60,7 @@ def sparse_mla(
         part = slice(first, first + block)
         cell = cells[part].long()
         hidden = (place >= length[part].unsqueeze(1)) | (cell < 0) | (cell >= capacity)
-        # What is hidden may lie in memory that nobody owns, which may hold NaN.
+        # Hidden records may lie in pages that were never written and may hold NaN.
         taken = records.take(cache, cell.clamp(0, capacity - 1), value_dim, width)
         taken.masked_fill_(hidden.unsqueeze(-1), 0)
         scores = torch.bmm(q[part].float(), taken.transpose(1, 2)).mul_(scale)

@@ -16,7 +16,7 @@ _kept: list[Any] = []
 def create_greenctx_stream_by_value(
     SM_a: int, SM_b: int, device_id: int | None = None
 ) -> tuple[Any, Any]:
-    """Two streams whose kernels run on at least SM_a and SM_b multiprocessors, none of both.
+    """Two streams whose kernels run on at least SM_a and SM_b multiprocessors, disjoint sets.
 
     Args:
         SM_a, SM_b: 1 or more each; a device rounds them up to its granularity.

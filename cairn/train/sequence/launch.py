@@ -209,7 +209,7 @@ class SequenceAttention(torch.autograd.Function):
         dbias = lse.new_empty(batch, pages, heads)
         group, padded, _, _ = shape = _shape(heads // groups, dim, rule.page_size)
         blocks = -(-length // (ROWS // padded))
-        # What both kernels take.
+        # Arguments of both backward kernels.
         shared = {
             "IDX": chosen,
             "U": u,

@@ -184,7 +184,7 @@ def order_kernel(
     place = tl.where(found, start + rank, -1)
     tl.store(places + pair, place, mask=pair < pairs)
     tl.store(tokens + place, pair // (topk * KV_HEADS), mask=found)
-    # The first pair of a unit describes it.
+    # Only the first pair of each unit writes the unit's description.
     heads = found & (rank % MOST == 0)
     unit = tl.load(units + line, mask=heads, other=0) + rank // MOST
     left = tl.load(sizes + line, mask=heads, other=0) - rank

@@ -104,9 +104,9 @@ def first_kernel(
     best = ordered(most)
     first = tl.max(best, 0)
     tied = best == first
-    # Nowhere yet.
+    # No position found yet.
     at = tl.full([], 0x7FFFFFFF, tl.int32)
-    # A short row of float32 is read as a whole sooner than a group of it.
+    # For short float32 rows a pass over the whole row is faster than one over a group.
     if SIZE > STEP or x.dtype.element_ty != tl.float32:  # noqa: SIM102
         if tl.sum(tied.to(tl.int32), 0) == 1:
             place = tl.arange(0, SIZE) * GROUPS + tl.min(tl.where(tied, group, GROUPS), 0)
