@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -59,12 +60,14 @@ class MlaInputs:
         latent: [T, r], the normed latent of each token, its value and a part of its key.
         k_pe: [T, dr], the rotated part of its key.
         index: of the layer's own indexer; None: it has none.
+        absorb: writes the latent part of q, which the indexer does not read; None: it is there.
     """
 
     q: Tensor
     latent: Tensor
     k_pe: Tensor
     index: IndexInputs | None = None
+    absorb: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

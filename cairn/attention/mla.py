@@ -27,10 +27,14 @@ from cairn.attention.mla_format import (
     index_field,
     record_field,
 )
+from cairn.attention.side_stream import side_by_side
 from cairn.cache.pools import CachePools
 from cairn.cache.schema import LayerSchema, PageFormat
 from cairn.specs.backends import MLA
 from cairn.specs.mla import MlaSpec
+
+MOST_BESIDE = 1024
+"""Tokens of a step whose indexer may run on a second stream: more fill the device by themselves."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,11 +104,29 @@ class MlaBackend(AttentionBackend):
         place, context, rank = plan.place, plan.context, spec.kv_lora_rank
         if spec.draft_width:
             inputs = _without_first(inputs, plan.batch.slot)
-        ops.mla_kv_store(inputs.latent, inputs.k_pe, records, place.location)
-        if inputs.index is not None:
-            assert inputs.index.k is not None
-            self._store(layer, inputs.index.k, place.location)
-        if spec.topk is None or plan.width <= spec.topk:
+        narrow = spec.topk is None or plan.width <= spec.topk
+
+        def index() -> None:
+            """Store the step's keys, and select."""
+            if inputs.index is not None:
+                assert inputs.index.k is not None
+                self._store(layer, inputs.index.k, place.location)
+                if not narrow:
+                    assert spec.topk is not None
+                    plan.cells = self._selected(layer, inputs.index, spec.topk, plan)
+
+        def absorb() -> None:
+            """Store the step's records, and write what is missing of q."""
+            ops.mla_kv_store(inputs.latent, inputs.k_pe, records, place.location)
+            if inputs.absorb is not None:
+                inputs.absorb()
+
+        if _beside(spec, q, plan) and not narrow:
+            side_by_side(index, absorb)
+        else:
+            index()
+            absorb()
+        if narrow:
             o, lse = ops.paged_mla(
                 q,
                 records,
@@ -117,8 +139,6 @@ class MlaBackend(AttentionBackend):
                 width=plan.width,
             )
             return without_first(o, lse, context > 0) if spec.draft_width else o
-        if inputs.index is not None:
-            plan.cells = self._selected(layer, inputs.index, spec.topk, plan)
         assert plan.cells is not None, "a layer that shares a selection comes behind an indexer"
         o, lse = ops.sparse_mla(q, records, plan.cells, context, spec.scale, rank, dtype=q.dtype)
         if not spec.draft_width:
@@ -147,6 +167,14 @@ class MlaBackend(AttentionBackend):
     @property
     def _page_size(self) -> int:
         return self.pools.schema.page_size
+
+
+def _beside(spec: MlaSpec, q: Tensor, plan: MlaPlan) -> bool:
+    """Whether the indexer runs on a second stream: of decode steps, inside a graph."""
+    wanted = spec.indexer is not None and spec.indexer.second_stream
+    if not wanted or plan.cuts.chunked or len(q) > MOST_BESIDE or not q.is_cuda:
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _without_first(inputs: MlaInputs, slot: Tensor) -> MlaInputs:

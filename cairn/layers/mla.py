@@ -7,6 +7,8 @@ Hi heads of the indexer, D their size.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -157,14 +159,14 @@ class MlaAttention(nn.Module):
         q = x.new_empty(len(x), spec.num_heads, spec.record_dim)
         nope = projected[:, : spec.num_heads * (spec.nope_dim + spec.rope_dim)]
         nope = nope.unflatten(1, (spec.num_heads, -1))[..., : spec.nope_dim]
-        latent_part = q[..., : spec.kv_lora_rank]
-        torch.bmm(nope.transpose(0, 1), w_uk, out=latent_part.transpose(0, 1))
+        latent_part = q[..., : spec.kv_lora_rank].transpose(0, 1)
         weights, factor = (None, 1.0) if own is None else (own.of_heads(x), own.scale)
         index_q, weights = ops.latent_query_rope(
             projected, q, weights, *turning, spec.nope_dim, factor, *layouts
         )
         index = None if own is None else IndexInputs(index_q, k, weights)
-        o = layer.run(MlaInputs(q, latent, k_pe, index))
+        absorb = functools.partial(torch.bmm, nope.transpose(0, 1), w_uk, out=latent_part)
+        o = layer.run(MlaInputs(q, latent, k_pe, index, absorb))
         values = x.new_empty(len(x), spec.num_heads, spec.value_dim)
         torch.bmm(o.transpose(0, 1), w_uv.transpose(1, 2), out=values.transpose(0, 1))
         return Product(self.out, values.flatten(1))

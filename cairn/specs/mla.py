@@ -18,12 +18,14 @@ class IndexerSpec:
         num_heads, head_dim: heads and their size; one key a token is shared by all heads.
         rotary: of the first dimensions of queries and keys.
         eps: of the layer norm of keys.
+        second_stream: see `cairn.specs.mla_options`.
     """
 
     num_heads: int
     head_dim: int
     rotary: RotarySpec
     eps: float = 1e-6
+    second_stream: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

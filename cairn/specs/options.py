@@ -10,13 +10,14 @@ from cairn.specs.backends import DENSE
 from cairn.specs.choice import Notes
 from cairn.specs.gqa import GqaSpec
 from cairn.specs.hils import HilsOptions, HilsSpec, resolve_hils
+from cairn.specs.mla_options import MlaOptions, resolve_mla
 from cairn.specs.model import ModelSpec
 
 BACKEND_CHOICES = ("auto", *sorted(HilsSpec.ALTERNATIVES))
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixerOptions(HilsOptions):
+class MixerOptions(HilsOptions, MlaOptions):
     """Options that change how the layers of a model attend.
 
     Attributes:
@@ -63,7 +64,7 @@ def resolve_mixers(model: ModelSpec, options: MixerOptions, notes: Notes) -> Mod
         BadConfig: an option that is impossible for this model.
     """
     backend = _resolve_backend(model, options.attention_backend, notes)
-    return resolve_hils(model, options, backend, notes)
+    return resolve_mla(resolve_hils(model, options, backend, notes), options)
 
 
 def _resolve_backend(model: ModelSpec, asked: str, notes: Notes) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
 from cairn import ops
 from cairn.ops.sparse_mla.paged_mqa_logits import paged_mqa_logits_into
@@ -109,6 +112,45 @@ def test_goldens(case: str) -> None:
     for expected in golden(GOLDENS / case).values():
         got, seen = serve(shuffled(case, device="cuda", disable_cuda_graph=True), expected)
         assert_golden(got, seen, 0, expected)
+
+
+def most_followers(graph: torch.cuda.CUDAGraph) -> int:
+    """The most nodes of a graph that wait for the same one; 1: all are one chain."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
+    nodes, most = (ctypes.c_void_p * count.value)(), 0
+    assert driver.cuGraphGetNodes(handle, nodes, ctypes.byref(count)) == 0
+    for node in nodes:
+        count, given = ctypes.c_size_t(), (ctypes.c_void_p(node), None, None)
+        assert driver.cuGraphNodeGetDependentNodes_v2(*given, ctypes.byref(count)) == 0
+        most = max(most, count.value)
+    return most
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[torch.cuda.CUDAGraph]]:
+    """The graphs that are captured within, which can be looked at."""
+    graphs, kept = [], functools.partial(torch.cuda.CUDAGraph, keep_graph=True)
+
+    def made_graph() -> torch.cuda.CUDAGraph:
+        graphs.append(kept())
+        return graphs[-1]
+
+    with patch.object(torch.cuda, "CUDAGraph", made_graph):
+        yield graphs
+
+
+def test_the_indexer_runs_on_a_second_stream(tmp_path: Path) -> None:
+    """If asked to, beside products: the graph forks, and gives the same."""
+    prompts, found, followers = [text(n, n, 250) for n in (5, 300, 613)], [], []
+    for stream in ("same", "second"):
+        with captured() as graphs:
+            built = made(tmp_path, "every layer selects", dtype="float32", indexer_stream=stream)
+            found.append(run(built, prompts, greedy(12)))
+        followers.append(max(map(most_followers, graphs)))
+    _all_same(*found)
+    assert followers[1] > followers[0]
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ class AllTokens:
 
     def run(self, inputs: MlaInputs) -> torch.Tensor:
         self.inputs = inputs
+        assert inputs.absorb is not None
+        inputs.absorb()
         keys = torch.cat((inputs.latent, inputs.k_pe), dim=-1)
         scores = torch.einsum("thd,sd->hts", inputs.q, keys) * self.spec.scale
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)

@@ -11,11 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cairn.errors import BadModel
+from cairn.errors import BadConfig, BadModel
 from cairn.models import weights
 from cairn.models.decoder import Decoder
 from cairn.models.registry import load_model, load_spec
 from cairn.specs.ffn import DenseFfn, MoeFfn
+from cairn.specs.mla_options import resolve_mla
+from cairn.specs.options import MixerOptions
 from tests.specs import declared, parameter_count
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens" / "dsa"
@@ -204,6 +206,15 @@ def test_refusals(change, words):
 def test_refused_sharing(change, words):
     with pytest.raises(BadModel, match=words):
         glm(num_hidden_layers=2, **change)
+
+
+def test_an_indexer_runs_on_a_second_stream_where_asked_to():
+    options = MixerOptions(indexer_stream="second")
+    changed = resolve_mla(glm(num_hidden_layers=4, indexer_types=["full", "shared"] * 2), options)
+    indexers = [mixer.indexer for mixer in changed.mixers]
+    assert [own is not None and own.second_stream for own in indexers] == [True, False] * 2
+    with pytest.raises(BadConfig, match="indexer_stream is 'second', but no layer of latent"):
+        resolve_mla(load_spec(GOLDENS.parent / "hils" / "qwen_c64"), options)
 
 
 def test_a_type_with_the_same_fields_is_refused():

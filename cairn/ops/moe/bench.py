@@ -54,28 +54,34 @@ def _(draw: Draw) -> Points:
 
 
 LAYERS = {
-    "full": (2048, 512, 256, 8, (1, 64, 8192)),
-    "tiny": (32, 16, 8, 2, (1, 5)),
+    "full": ((2048, 512, 256, 8), (2048, 1408, 64, 6)),
+    "tiny": ((32, 16, 8, 2),),
 }
-"""Widths of a token and between the products, experts, chosen ones, tokens: what it is timed on."""
+"""Widths of a token and between the products, experts, chosen ones."""
+BATCHES = {"full": (1, 64, 8192), "tiny": (1, 5)}
+"""Tokens."""
+
+
+def layers_of(draw: Draw) -> list[tuple[int, int, int, int, int]]:
+    """What products of experts are timed on: a layer, and tokens."""
+    return [(*layer, tokens) for layer in LAYERS[draw.sizes] for tokens in BATCHES[draw.sizes]]
 
 
 @fused_experts.bench
 def _(draw: Draw) -> Points:
-    width, inner, experts, topk, batches = LAYERS[draw.sizes]
-    numbers = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
-    codes = tuple(w.to(E4M3) for w in numbers)
-    scales = {
-        "w1_scale": draw.rand(experts, 2 * blocks.count(inner), blocks.count(width)),
-        "w2_scale": draw.rand(experts, blocks.count(width), blocks.count(inner)),
-    }
-    for tokens in batches:
+    for width, inner, experts, topk, tokens in layers_of(draw):
+        numbers = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
+        codes = tuple(w.to(E4M3) for w in numbers)
+        scales = {
+            "w1_scale": draw.rand(experts, 2 * blocks.count(inner), blocks.count(width)),
+            "w2_scale": draw.rand(experts, blocks.count(width), blocks.count(inner)),
+        }
         x, weights = draw.randn(tokens, width), draw.rand(tokens, topk)
         ids = draw.rand(tokens, experts).argsort(dim=1)[:, :topk].int()
         hit = int(ids.unique().numel())
         for (w1, w2), given in ((numbers, {}), (codes, scales)):
             yield Point(
-                f"{tokens} x {width}, {topk} of {experts}{', float8' if given else ''}",
+                f"{tokens} x {width} x {inner}, {topk} of {experts}{', float8' if given else ''}",
                 draw.args(x, w1, w2, weights, ids, **given),
                 moved(x, x) + hit * moved(w1[0], w2[0]),
                 6.0 * tokens * topk * width * inner,
@@ -203,10 +209,9 @@ def _(draw: Draw) -> Points:
 
 @fp8_blockwise_scaled_grouped_mm.bench
 def _(draw: Draw) -> Points:
-    width, inner, experts, topk, batches = LAYERS[draw.sizes]
-    weight = draw.randn(experts, 2 * inner, width, dtype=torch.float32).to(E4M3)
-    scale = draw.rand(experts, blocks.count(2 * inner), blocks.count(width))
-    for tokens in batches:
+    for width, inner, experts, topk, tokens in layers_of(draw):
+        weight = draw.randn(experts, 2 * inner, width, dtype=torch.float32).to(E4M3)
+        scale = draw.rand(experts, blocks.count(2 * inner), blocks.count(width))
         rows = tokens * topk
         x, own = blocks.quantized(draw.randn(rows, width))
         counts = draw.rand(experts, rows).argsort(dim=0)[0].bincount(minlength=experts).int()
@@ -235,7 +240,8 @@ def _(draw: Draw) -> Points:
             None,
         )
         least = moved(x, own, out) + hit * moved(weight[0], scale[0])
-        yield Point(f"{rows} rows of {experts}", given, least, 4.0 * rows * width * inner)
+        size = f"{rows} rows of {experts} x {2 * inner} x {width}"
+        yield Point(size, given, least, 4.0 * rows * width * inner)
 
 
 def _on_a_case(op: Op[..., Any]) -> None:

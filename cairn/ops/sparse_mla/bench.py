@@ -214,22 +214,24 @@ def _(draw: Draw) -> Points:
 def _(draw: Draw) -> Points:
     sizes = sizes_of(draw)
     widths = (sizes.latent, sizes.rope)
-    # Of DeepSeek's 128 heads on one device and on one of eight.
-    steps = ((64, 128), (64, 16), (4, 128), (1, 128))
+    # Of DeepSeek's 128 heads on one device and on one of eight; the last is a chunk of a prefill.
+    steps = ((64, 128), (64, 64), (64, 16), (4, 128), (1, 128), (8192, 128))
     for tokens, heads in ((3, 4),) if is_tiny(draw) else steps:
-        pages = tokens * 2 * sizes.topk // sizes.page
+        rows, each = min(tokens, 64), 2 * sizes.topk
+        pages = rows * each // sizes.page
         cache = draw.randn(pages, sizes.page, sum(widths))
         parts = (part.flatten(0, 1) for part in cache.split(widths, dim=-1))
         small = records.quantize(*parts).view(pages, sizes.page, -1)
         q = draw.randn(tokens, heads, sum(widths))
-        some = draw.rand(tokens, 2 * sizes.topk).argsort(dim=1)[:, : sizes.topk].sort().values
-        cells = (some + 2 * sizes.topk * draw.arange(tokens).unsqueeze(1)).to(torch.int32)
+        some = draw.rand(tokens, each).argsort(dim=1)[:, : sizes.topk].sort().values
+        cells = (some + each * (draw.arange(tokens) % rows).unsqueeze(1)).to(torch.int32)
         length = draw.full((tokens,), sizes.topk, torch.int32)
+        read = min(cells.numel(), pages * sizes.page)
         for kind, of in (("plain", cache), ("float8", small)):
             yield Point(
                 f"{tokens} x {heads} heads, {kind}",
-                draw.args(q, of, cells, length, 0.1, sizes.latent),
-                moved(q, cells) + cells.numel() * of[0, 0].nbytes + tokens * heads * 4 * widths[0],
+                draw.args(q, of, cells, length, 0.1, sizes.latent, None, q.dtype),
+                moved(q, q[..., : sizes.latent], cells) + read * of[0, 0].nbytes,
                 2.0 * cells.numel() * heads * (2 * widths[0] + widths[1]),
             )
 

@@ -61,7 +61,7 @@ def token_counts(draw: Draw) -> tuple[int, ...]:
 def decode_steps(draw: Draw) -> Iterator[Decode]:
     """Steps of few and of many tokens, over short and long contexts."""
     sizes = sizes_of(draw)
-    steps = ((64, 1 << 13), (64, 1 << 15), (4, 1 << 17), (1, 1 << 17))
+    steps = ((64, 1 << 13), (64, 1 << 15), (64, 1 << 17), (4, 1 << 17), (1, 1 << 17))
     for tokens, context in ((3, 64),) if is_tiny(draw) else steps:
         table = draw.rand(tokens * context // sizes.page).argsort().view(tokens, -1).int()
         yield Decode(sizes, tokens, context, table)

@@ -12,7 +12,10 @@ from cairn.ops.benching import Alternative, Draw, Point, Points, moved, short
 from cairn.ops.testing import Make
 from cairn.ops.top_k.selection import Rows
 
-SHAPES = {"full": ((1, 2048), (1, 1 << 17), (64, 1 << 13), (64, 1 << 16)), "tiny": ((2, 500),)}
+SHAPES = {
+    "full": ((1, 2048), (1, 1 << 17), (4, 1 << 17), (64, 1 << 13), (64, 1 << 15), (64, 1 << 17)),
+    "tiny": ((2, 500),),
+}
 """Rows and scores of each, as a step of decoding scores them."""
 
 
