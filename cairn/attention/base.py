@@ -79,8 +79,6 @@ class AttentionBackend(ABC):
     """
 
     name: ClassVar[str]
-    in_graphs: ClassVar[bool] = True
-    """Whether its work can be captured in a CUDA graph."""
     longest_in_graphs: ClassVar[int | None] = None
     """Longest row in slots that a CUDA graph may prefill: for longer ones `run` is faster if the
     host knows the rows. None: no limit."""
@@ -121,8 +119,8 @@ class AttentionBackend(ABC):
         Args:
             layer: its number.
             plan: from `plan`, of this step.
-            counts: [D] int64, of each row with guesses, in the step's order, how many of its tokens
-                count: at least its first, which is no guess.
+            counts: [rows + 1] int64, by number of the row, how many of its tokens count: of a row
+                with guesses at least the first, which is no guess.
         """
 
     def fronts(self) -> tuple[Front, ...]:

@@ -54,6 +54,8 @@ class Batch:
         max_slot: largest slot of the step, or an upper bound that the host knows.
         watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
         inserted: embeddings of an encoder; None: all are those of tokens.
+        guesses: in a graph, most guesses of a row; `AttentionBackend.settle` is told there which of
+            them count. 0: no row has any.
     """
 
     input_ids: Tensor
@@ -66,6 +68,7 @@ class Batch:
     max_slot: int
     watch: Tensor | None = None
     inserted: Inserted | None = None
+    guesses: int = 0
 
 
 @dataclass(frozen=True)

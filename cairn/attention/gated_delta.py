@@ -82,11 +82,11 @@ class Guessed(NamedTuple):
     """Rows of a step with guesses, whose states stay as they are.
 
     Attributes:
-        token: [n] int64, their tokens' indices in the step.
+        token: [n] int64, their tokens' indices in the step; None: all of the step.
         runs: the rows, among these tokens.
     """
 
-    token: Tensor
+    token: Tensor | None
     runs: Runs
 
     @classmethod
@@ -101,10 +101,11 @@ class Guessed(NamedTuple):
         return cls(torch.from_numpy(index).to(device), Runs.of_rows(own, device))
 
     def counted(self, counts: Tensor) -> Runs:
-        """The rows' tokens that count, `counts` [R] int64 of each. Each row is two sequences: these
-        tokens, and behind them those without a state to change."""
+        """The rows' tokens that count, `counts` of `AttentionBackend.settle`. Each row is two
+        sequences: these tokens, and behind them those without a state to change."""
         runs = self.runs
-        ends = torch.stack((runs.starts[:-1], runs.starts[:-1] + counts), dim=1).flatten()
+        own = torch.where(runs.state < 0, 0, counts[runs.state.long()])
+        ends = torch.stack((runs.starts[:-1], runs.starts[:-1] + own), dim=1).flatten()
         row = torch.stack((runs.state, torch.full_like(runs.state, NOBODY)), dim=1).flatten()
         first = runs.first.repeat_interleave(2)
         starts = torch.cat((ends, runs.starts[-1:])).int()
@@ -134,9 +135,6 @@ class GatedDeltaBackend(AttentionBackend):
     """The convolution, the gates and the delta rule of the layers that have a recurrent state."""
 
     name: ClassVar[str] = GATED_DELTA
-    in_graphs: ClassVar[bool] = False
-    """Its graphs have not been seen on a GPU yet: tests/engine/test_qwen35_gpu.py switches them on.
-    Once that passes they become the default."""
 
     @classmethod
     def needs(cls, spec: GatedDeltaSpec, form: PageFormat) -> LayerSchema:
@@ -153,6 +151,11 @@ class GatedDeltaBackend(AttentionBackend):
             runs = Runs.of_rows(rows, batch.row.device)
             if rows.drafts is not None:
                 guessed = Guessed.of(rows, rows.drafts, batch.row.device)
+        elif batch.guesses:
+            most = min(len(batch.slot), self.pools.sizes.rows)
+            found = Runs.of_batch(batch, most)._replace(longest=batch.guesses + 1)
+            runs = found._replace(stored=torch.full_like(found.stored, NOBODY))
+            guessed = Guessed(None, found)
         elif cuts == decode_cuts(len(batch.slot)):
             runs = Runs.of_tokens(batch)
         else:
@@ -162,12 +165,14 @@ class GatedDeltaBackend(AttentionBackend):
     def run(self, layer: int, inputs: GatedDeltaInputs, plan: GatedDeltaPlan) -> Tensor:
         """Outputs of the delta rule, before the gated norm: [T, hv, dv] in the inputs' dtype."""
         if plan.guessed is not None:
-            plan.inputs[layer] = _at(inputs, plan.guessed.token)
+            token = plan.guessed.token
+            plan.inputs[layer] = inputs if token is None else _at(inputs, token)
         return self._advance(layer, inputs, plan.runs)
 
     def settle(self, layer: int, plan: GatedDeltaPlan, counts: Tensor) -> None:
         """Run the tokens that count once more."""
-        if plan.guessed is None:
+        # A rehearsal leaves layers out.
+        if plan.guessed is None or layer not in plan.inputs:
             return
         if plan.counted is None:
             plan.counted = plan.guessed.counted(counts)

@@ -46,7 +46,7 @@ class Backends:
 
     Attributes:
         names: by layer, its backend's name.
-        in_graphs: steps can be captured in CUDA graphs.
+        settles: layers must be told which guesses count, see `AttentionBackend.settle`.
         longest_in_graphs: see `AttentionBackend`.
         cutter: chooses how steps are cut.
     """
@@ -58,7 +58,7 @@ class Backends:
             for name in dict.fromkeys(self.names)
         }
         used = self._instances.values()
-        self.in_graphs = all(backend.in_graphs for backend in used)
+        self.settles = pools.schema.has_rows
         limits = [b.longest_in_graphs for b in used if b.longest_in_graphs is not None]
         self.longest_in_graphs = min(limits, default=None)
         fronts = [found for backend in used if (found := backend.fronts())]

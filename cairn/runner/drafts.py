@@ -111,13 +111,11 @@ class Drafts(NamedTuple):
         guess: [n], the guess in the place of each choice, or NO_GUESS.
         run: [n], number of the row (in the order of choices) that makes each choice.
         begin: [R], index of each row's first choice.
-        drafting: numbers of the rows with guesses.
     """
 
     guess: Ints
     run: Ints
     begin: Ints
-    drafting: Ints
 
     @classmethod
     def of(cls, plan: StepPlan) -> Drafts | None:
@@ -132,8 +130,7 @@ class Drafts(NamedTuple):
         counts = np.array(sizes, dtype=np.int64)
         begin = counts.cumsum() - counts
         run = np.arange(len(sizes)).repeat(counts)
-        drafting = len(plan.decode.row) + np.flatnonzero([work.drafts for work in works])
-        return cls(np.array(guess, dtype=np.int64), run, begin, drafting)
+        return cls(np.array(guess, dtype=np.int64), run, begin)
 
     def before(self, choices: Sequence[int]) -> tuple[Ints, Ints]:
         """Which of some choices [N] have which guesses in front of them [N]: what they build on."""

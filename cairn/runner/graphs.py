@@ -17,7 +17,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -47,10 +47,6 @@ many guesses are wanted behind each, then the draws."""
 MOST_GUESSING = 512
 """Slots of the largest graph of steps with guesses: a GPU is busy with more for longer than the
 host takes to queue them."""
-VERIFIES = False
-"""Whether steps with guesses, and those of models with a draft layer, are graphs too. They have run
-on a CPU that plays the GPU; until tests have passed on a GPU, such steps run as other steps with
-prefills do."""
 NO_NUMBERS: Ints = np.zeros(0, dtype=np.int64)
 FLOATS = ("temperature", "top_p", "min_p")
 
@@ -181,7 +177,6 @@ class DecodeGraphs:
 
     Attributes:
         buckets: numbers of slots of graphs.
-        verifies: see VERIFIES.
         pool: memory of all graphs of the device.
     """
 
@@ -199,7 +194,6 @@ class DecodeGraphs:
         guessing = min(MOST_GUESSING, (drafts + 2) * max_rows) if drafts else 0
         self.buckets = buckets_up_to(max(2 * max_rows, guessing))
         self._drafts, self._head = drafts, head
-        self.verifies = VERIFIES
         device = place.rows.device
         # Padding rows have temperature 0: they take their largest logit.
         padding = [len(place.rows.last_token) - 1, 0, place.rows.tables.numel() - 1, 0]
@@ -217,14 +211,16 @@ class DecodeGraphs:
 
     def kinds(self) -> list[Kind]:
         """All that there can be."""
-        if self._head is not None and not self.verifies:
-            return []
-        # With guesses to make, a graph chooses the tokens that they follow.
-        endings = [e for e in Ending if self._head is None or e is not Ending.LOGITS]
-        found = [Kind(n, ending, False) for n in self._decoding for ending in endings]
-        if self._drafts and self.verifies:
-            found += [Kind(n, ending, True) for n in self.buckets for ending in endings]
-        return found
+        found = [Kind(n, ending, False) for n in self._decoding for ending in Ending]
+        if self._drafts:
+            found += [Kind(n, ending, True) for n in self.buckets for ending in Ending]
+        return [kind for kind in found if self._ends_in_graph(kind.ending, kind.guessing)]
+
+    def _ends_in_graph(self, ending: Ending, guessing: bool) -> bool:
+        """Whether a graph may end so: where guesses follow the tokens, or states wait to be told
+        which tokens count, it must choose them itself."""
+        chooses = self._head is not None or (guessing and self.place.backends.settles)
+        return ending is not Ending.LOGITS or not chooses
 
     def run(
         self,
@@ -247,7 +243,7 @@ class DecodeGraphs:
             int64 that they choose, or the log-probabilities of `lines_of`. `last_token` then holds
             the tokens as well: of several of a row the last that counts.
         """
-        if not self.verifies and (given is not None or self._head is not None):
+        if not self._ends_in_graph(sampling.ending, given is not None):
             return None
         slots, entries = self.place.rows.slots, len(decode.row)
         closed = decode.count_full(slots.tokens_per_page)
@@ -255,8 +251,6 @@ class DecodeGraphs:
         buckets = self._decoding if given is None else self.buckets
         at = bisect.bisect_left(buckets, needed)
         if at == len(buckets) or closed > self._closing(buckets[at]):
-            return None
-        if self._head is not None and sampling.ending is Ending.LOGITS:
             return None
         kind = Kind(buckets[at], sampling.ending, given is not None)
         # Get the graph first: a capture runs on padding and must not read this step's buffers.
@@ -277,7 +271,7 @@ class DecodeGraphs:
     def answer(self, replayed: Replayed, tokens: Tensor) -> None:
         """Queue the tokens [n] int64 that are chosen from the logits of the step run last to where
         a graph would have put them."""
-        rows = self._ends(tokens, replayed.guessing)
+        rows, _ = self._ends(tokens, replayed.guessing)
         self._lines.answer(tokens, self.place.rows.last_token, rows)
         replayed.trip.returns(len(tokens))
 
@@ -352,6 +346,7 @@ class DecodeGraphs:
             (names.location[:bucket], names.window_location[:bucket])[: len(spare)],
         )
         batch = fields.batch(rows.page_tables, rows.capacity - 1)
+        batch = replace(batch, guesses=self._drafts if guessing else 0)
         return place.backends.step(batch, decode_cuts(bucket)), names.last[:bucket]
 
     def _capture(self, kind: Kind) -> Captured:
@@ -380,24 +375,26 @@ class DecodeGraphs:
             tokens: Tensor = ops.argmax_tokens(logits)
         else:
             tokens = ops.draw_tokens(logits, *self._draws(bucket))
-        rows, guesses = self._ends(tokens, guessing), None
+        (rows, counts), guesses = self._ends(tokens, guessing), None
+        last_token = self.place.rows.last_token
+        if counts is not None and self.place.backends.settles:
+            step.settle(torch.zeros_like(last_token).scatter_(0, rows, counts))
         if self._head is not None and states is not None:
             ahead, spare = self._device[ROW_LINES + 1, :bucket], self.place.spare_locations
             chains = Chains(rows, last, tokens, ahead, spare)
             guesses = self._head.chain(step, states, chains, self._drafts if guessing else 0)
-        last_token = self.place.rows.last_token
         self._lines.answer(tokens, last_token, rows, rehearsal, guesses if guessing else None)
         return lines_of(logits, tokens) if ending is Ending.REPORT else tokens
 
-    def _ends(self, tokens: Tensor, guessing: bool) -> Tensor:
-        """[n] int64, whose last token each of the tokens [n] is; the number of padding where it is
-        none."""
+    def _ends(self, tokens: Tensor, guessing: bool) -> tuple[Tensor, Tensor | None]:
+        """[n] int64, whose last token each of the tokens [n] is, the number of padding where it is
+        none; and how many tokens of that row count [n] int64, None: one."""
         rows = self._device[0, : len(tokens)]
         if not guessing:
-            return rows
+            return rows, None
         given, padding = self._device[ROW_LINES, : len(tokens)], len(self.place.rows.last_token) - 1
-        ends: Tensor = ops.verify_chains(tokens, given, rows, padding)[0]
-        return ends
+        ends, counts = ops.verify_chains(tokens, given, rows, padding).unbind()
+        return ends, counts
 
     def _draws(self, count: int) -> list[Tensor]:
         """How the first rows draw, where graphs read it."""

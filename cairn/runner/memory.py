@@ -184,6 +184,21 @@ def decode_step(
     return _plan(shape, (), longest, params, decode)
 
 
+def verify_steps(runner: Runner, longest: int, most: int) -> list[StepPlan]:
+    """A step of rows with as many guesses as there may be, in up to `most` slots; none where there
+    are no guesses, or rows are shorter."""
+    shape, longest = runner.shape, min(longest, CONTEXT)
+    each, ahead = shape.drafts + 1, shape.drafts if runner.draft_head is not None else 0
+    first = longest - each - ahead
+    if not shape.drafts or first < 0:
+        return []
+    rows = range(max(1, min(shape.num_rows, most // (each + 1))))
+    works = [
+        RowWork(row, first, [0] * each, True, 1, drafts=shape.drafts, ahead=ahead) for row in rows
+    ]
+    return [_plan(shape, works, longest, DRAWN)]
+
+
 def _plan(
     shape: RunnerShape,
     works: Sequence[RowWork],
@@ -209,8 +224,8 @@ def _run(runner: Runner, plan: StepPlan) -> None:
 
 
 def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
-    """Bytes that all graphs keep: they share the memory of the largest ones, of prefills, of draws
-    and of reports, and what another one adds is that of a small one."""
+    """Bytes that all graphs keep: they share the memory of the largest ones, of prefills, of draws,
+    of reports and of guesses, and what another one adds is that of a small one."""
     decoding, prefilling = runner.graphs, runner.prefill_graphs
     assert decoding is not None and prefilling is not None
     free = [_free(device)]
@@ -222,17 +237,22 @@ def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
     for kind in kinds[-SMALL:]:
         prefilling.prepare(kind)
     free.append(_free(device))
-    for rows, params in ((None, DRAWN), (None, REPORTED), (1, DRAWN)):
-        plan = decode_step(runner.shape, steps.longest, eager=False, rows=rows, params=params)
+    shape, longest = runner.shape, steps.longest
+    decodes = [
+        *verify_steps(runner, longest, decoding.buckets[-1]),
+        decode_step(shape, longest, eager=False),
+        decode_step(shape, longest, eager=False, params=REPORTED),
+        decode_step(shape, longest, eager=False, rows=1),
+    ]
+    for plan in decodes:
         _run(runner, plan)
         free.append(_free(device))
-    prefill, small, drawn, reported, one = (max(0, a - b) for a, b in itertools.pairwise(free))
+    prefill, small, *large, one = (max(0, a - b) for a, b in itertools.pairwise(free))
     return (
         prefill
         + small * len(kinds) // SMALL
-        + drawn
-        + reported
-        + one * max(0, len(decoding.kinds()) - 2)
+        + sum(large)
+        + one * max(0, len(decoding.kinds()) - len(large))
     )
 
 

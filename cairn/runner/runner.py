@@ -235,7 +235,7 @@ class Runner:
             self.draft_head = DraftHead(cast(DraftModel, model), self.backends, pools, self.rows)
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
-        if pools.spare_pages is not None and self.backends.in_graphs:
+        if pools.spare_pages is not None:
             place = Place(self.backends, self.rows, pools.spare_pages)
             head, drafts = self.draft_head, shape.drafts
             self.graphs = DecodeGraphs(model, place, shape.num_rows, drafts, head)
@@ -371,9 +371,9 @@ class Runner:
                 if tree is not None:
                     last, counts = tree.end(last, counts, self.pools)
                 row, tokens = row[last], tokens[last]
-                if run.step is not None and self.pools.schema.has_rows:
-                    (drafting,) = send((drafts.drafting,), counts.device)
-                    run.step.settle(counts[drafting])
+                if run.step is not None and self.backends.settles:
+                    by_row = torch.zeros_like(self.rows.last_token)
+                    run.step.settle(by_row.scatter_(0, row, counts))
             self.rows.remember(row, tokens)
             guesses = self._guess(run, plan, row, tokens, last)
         reads = run.step.reads() if run.watched and run.step is not None else []
@@ -411,7 +411,7 @@ class Runner:
         Args:
             watched: indices of queries whose reads are wanted.
         """
-        unsettled = layout.rows.drafts is not None and self.pools.schema.has_rows
+        unsettled = layout.rows.drafts is not None and self.backends.settles
         if self.prefill_graphs is not None and not (len(watched) or unsettled):
             hidden = self.prefill_graphs.run(layout)
             if hidden is not None:
@@ -437,8 +437,6 @@ class Runner:
             return None
         entries = Entries.of(plan)
         if entries is None or self.sampler.watched(picks):
-            return None
-        if entries.given is not None and self.pools.schema.has_rows:
             return None
         reporting, counts = self.sampler.reports(picks)
         sampling = self._sampling(picks, counts)

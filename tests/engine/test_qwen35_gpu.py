@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from cairn.attention.gated_delta import GatedDeltaBackend
 from cairn.engine.build import Built
 from tests.engine.harness import Trace, difference, greedy, run, text
 from tests.engine.qwen35 import RECURRENT, engine, golden, lengths, serve
@@ -39,10 +38,8 @@ def assert_near(got: list[Trace], wanted: list[Trace]) -> None:
 
 
 @pytest.mark.parametrize("case", RECURRENT)
-def test_graphs_give_what_steps_without_give(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks, with a cached prefix, with rows that end at different times. Graphs are not the
-    default of these layers."""
-    monkeypatch.setattr(GatedDeltaBackend, "in_graphs", True)
+def test_graphs_give_what_steps_without_give(case: str) -> None:
+    """In chunks, with a cached prefix, with rows that end at different times."""
     graphs, eager = made(case), made(case, disable_cuda_graph=True)
     assert graphs.runner.graphs is not None and eager.runner.graphs is None
     rng = random.Random(3)

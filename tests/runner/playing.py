@@ -24,7 +24,7 @@ class NoBackends:
         cuts: of the step planned last.
     """
 
-    in_graphs = True
+    settles = False
 
     def __init__(self, limits: Sequence[Front] = (), longest_in_graphs: int | None = None) -> None:
         self.cutter = Cutter(limits)
