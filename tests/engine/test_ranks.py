@@ -15,20 +15,24 @@ import torch
 
 from cairn.cache.invariants import check
 from cairn.config import EngineOptions, Machine, resolve
+from cairn.distributed.groups import ALONE, Group
 from cairn.engine import ranks as module
-from cairn.engine.build import check_devices
+from cairn.engine.build import Built, check_devices
 from cairn.engine.planned_step import Limits
 from cairn.engine.ranks import Ranks
 from cairn.errors import BadConfig, EngineDead, InvariantError
+from cairn.models.decoder import Decoder
 from cairn.models.registry import load_spec
-from cairn.models.sharding import local
+from cairn.models.sharding import divide, local
 from cairn.runner.orders import OrderReader, OrderWriter
 from cairn.runner.step import DecodeWork, RowOpen, RowWork, StepPlan
 from cairn.types import Grammar, SamplingParams
-from tests.engine import children, dsv4, ranked
+from tests import seeing
+from tests.engine import children, dsv4, ranked, test_images
 from tests.engine.fakes import all_pages_back
 from tests.engine.harness import GOLDENS, assert_same, greedy, occupy, run, text, trace
 from tests.engine.test_families import FAMILIES
+from tests.models import quantised
 from tests.support import shows
 
 SIZES = {
@@ -167,6 +171,79 @@ def test_records_of_all_ranks_come_back_from_host_memory(tmp_path: Path) -> None
         assert_same(trace(live, alone.spec.vocab_size), run(alone, [prompt], greedy(OUTPUT))[0])
         core.cache.close(occupy(core.cache, 0))
         assert core.cache.num_cached == 0
+
+
+def same(one: Built, other: Built, prompts: list[list[int]]) -> None:
+    found = [run(each, prompts, greedy(3, True), poisoned=False) for each in (one, other)]
+    for mine, its in zip(*found, strict=True):
+        assert_same(mine, its)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "gptq 4",
+        *(
+            pytest.param(form, marks=pytest.mark.slow)
+            for form in quantised.FORMATS
+            if form not in ("gptq 4", "gptq act order")
+        ),
+    ],
+)
+def test_quantised_matrices_are_divided(form: str, tmp_path: Path) -> None:
+    """Experts too, by parts and whole."""
+    width = {"intermediate_size": 128}
+    for number, config in enumerate((quantised.DENSE | width, quantised.MOE | width)):
+        folder, _ = quantised.folders(tmp_path / str(number), config, form)
+        shared = [{}, {"enable_expert_parallel": True}][: 1 + number]
+        one = ranked.engine(folder, 1, page_size=16)
+        for more in shared:
+            same(ranked.engine(folder, 2, page_size=16, **more), one, [text(1, 40, 60)])
+
+
+def test_groups_of_columns_that_a_division_cuts_are_named(tmp_path: Path) -> None:
+    for form, message in (
+        ("awq", "the 96 columns of model.layers.0.mlp.down_proj are in groups of 32"),
+        ("gptq act order", "the 64 columns of model.layers.0.self_attn.o_proj are in act order"),
+    ):
+        folder, _ = quantised.folders(tmp_path / form, quantised.DENSE, form)
+        with torch.device("meta"):
+            own, whole = (
+                Decoder(spec, torch.float32, group)
+                for spec, group in (
+                    (local(load_spec(folder), 2), Group(0, 2)),
+                    (load_spec(folder), ALONE),
+                )
+            )
+        with pytest.raises(BadConfig, match=message):
+            divide(own, whole)
+
+
+@shows("qwen3_5_moe", "TP", "EP")
+def test_a_hybrid_with_experts_is_divided_either_way(tmp_path: Path) -> None:
+    folder = GOLDENS.parent / "qwen35" / "q35_moe_3to1"
+    one = ranked.engine(folder, 1)
+    prompts = [text(1, 70, one.spec.vocab_size), text(2, 3, one.spec.vocab_size)]
+    for more in ({}, {"enable_expert_parallel": True}):
+        same(ranked.engine(folder, 2, **more), one, prompts)
+
+
+def test_images_are_encoded_on_every_rank(tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
+    folder = seeing.write(tmp_path, **heads)
+    given = test_images.prompt(5, test_images.image(1), 30, test_images.image(2, 48, 48), 4)
+    found = []
+    for size in (1, 2):
+        options = {"load_format": "random", "page_size": 16, "limit_mm_per_prompt": None}
+        built = ranked.engine(folder, size, **options)
+        # The second time they are found in the prefix cache.
+        for _ in range(2):
+            live = test_images.start(built, given, 3)
+            while built.core.has_work:
+                built.core.step()
+            found.append(trace(live, built.spec.vocab_size))
+    assert [bool(each.cached) for each in found] == [False, True, False, True]
+    assert all(test_images.same(each, found[0]) for each in found)
 
 
 def test_sizes_that_cannot_be_divided_are_refused() -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cairn import ops
-from cairn.errors import BadModel
+from cairn.errors import BadConfig, BadModel
 from cairn.layers.norm import RMSNorm
 from cairn.layers.schemes.base import (
     Chosen,
@@ -194,6 +194,21 @@ class PackedScheme(OfCheckpoint, KeptScheme):
             linear.zero = parameter((*lead, groups, rows), torch.int16)
         if self.format.stored.ordered:
             linear.order = parameter((*lead, linear.in_features), torch.int32)
+
+    def divide(self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear) -> None:
+        """Groups of columns stay together, and with act order no rank has whole ones. Raises
+        BadConfig where that cannot be."""
+        columns, group = own.in_features, self.format.stored.group
+        if columns == whole.in_features:
+            return
+        ordered = self.format.stored.ordered
+        if ordered or (group and columns % group):
+            how = "in act order" if ordered else f"in groups of {group}"
+            raise BadConfig(
+                f"the {whole.in_features} columns of {self.path}.{whole.parts[0].name} are {how} "
+                f"and cannot be divided into {columns}",
+                "Use fewer ranks (--tensor-parallel-size)",
+            )
 
     def weights(
         self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
