@@ -12,6 +12,7 @@ from typing import Literal
 
 from cairn.errors import BadConfig
 from cairn.names import checked_keywords
+from cairn.specs.backends import HSA
 from cairn.specs.choice import Choice, Notes
 from cairn.specs.disaggregation import (
     Disaggregation,
@@ -62,6 +63,9 @@ class EngineOptions(
         kv_cache_memory: bytes of the page pool of each rank, or text such as "4GiB".
         kv_host_memory: bytes of host memory, or text such as "64GiB", in which pages stay that the
             device's prefix cache gives up; None: they are lost.
+        kv_host_tier: all pages of landmark layers live in kv_host_memory. The device keeps their
+            summaries, the pages under windows, and in the rest of its pages' memory frames, into
+            which the pages come that queries select.
         gpu_memory_utilization: share of a GPU's memory of which pages get what is left.
         disable_cuda_graph: all steps on a GPU are launched operation by operation.
         disable_overlap_schedule: a step on a GPU is planned when the one before has ended.
@@ -85,6 +89,7 @@ class EngineOptions(
     max_model_len: int | None = None
     kv_cache_memory: int | str | None = None
     kv_host_memory: int | str | None = None
+    kv_host_tier: bool = False
     gpu_memory_utilization: float | None = None
     disable_cuda_graph: bool = False
     disable_overlap_schedule: bool = False
@@ -107,7 +112,12 @@ class EngineOptions(
             _positive(name, getattr(self, name))
         _positive("chunked_prefill_size", self.chunked_prefill_size)
         self.check()
-        for name in ("enable_prefix_caching", "disable_cuda_graph", "disable_overlap_schedule"):
+        for name in (
+            "enable_prefix_caching",
+            "disable_cuda_graph",
+            "disable_overlap_schedule",
+            "kv_host_tier",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise BadConfig(f"{name} must be true or false, not {getattr(self, name)!r}")
         _check_target(self.itl_target_ms, self.chunked_prefill_size)
@@ -163,6 +173,7 @@ class EngineConfig:
     disable_cuda_graph: bool
     disable_overlap_schedule: bool
     kv_host_memory: int = 0
+    kv_host_tier: bool = False
     tensor_parallel_size: int = 1
     balance: Balance | None = None
     disaggregation: Disaggregation | None = None
@@ -215,6 +226,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         tensor_parallel_size=options.tensor_parallel_size,
         balance=balance,
         kv_host_memory=(host_memory := _resolve_host_memory(options)),
+        kv_host_tier=_resolve_host_tier(options, model),
         disaggregation=resolve_disaggregation(options, host_memory, os.environ),
         speculation=speculation,
         media=resolve_media(options),
@@ -332,13 +344,35 @@ def _resolve_chunk(options: EngineOptions, device: str, dtype: str, notes: Notes
 
 def _resolve_host_memory(options: EngineOptions) -> int:
     asked = _bytes("kv_host_memory", options.kv_host_memory)
-    if asked is not None and not options.enable_prefix_caching:
+    if asked is not None and not (options.enable_prefix_caching or options.kv_host_tier):
         raise BadConfig(
             f"kv_host_memory is {options.kv_host_memory!r}, which keeps pages of the prefix cache, "
             "but enable_prefix_caching is false",
             "Leave one of the two out",
         )
     return asked or 0
+
+
+def _resolve_host_tier(options: EngineOptions, model: ModelSpec) -> bool:
+    if not options.kv_host_tier:
+        return False
+    if not any(mixer.backend == HSA for mixer in model.mixers):
+        raise BadConfig(
+            "kv_host_tier is true, but no layer of this model selects pages by landmarks",
+            "Leave it out: kv_host_memory alone keeps what the prefix cache gives up",
+        )
+    if options.kv_host_memory is None:
+        raise BadConfig(
+            "kv_host_tier is true, but kv_host_memory gives no memory for pages",
+            "Set kv_host_memory (--kv-host-memory)",
+        )
+    if options.disaggregation_mode is not None:
+        raise BadConfig(
+            "kv_host_tier is true, but pages that go to other engines are those of the host prefix "
+            "cache",
+            "Leave out kv_host_tier or disaggregation_mode",
+        )
+    return True
 
 
 def _bytes(name: str, value: int | str | None) -> int | None:

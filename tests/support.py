@@ -46,6 +46,7 @@ FEATURES = {
     "EP": "ranks that hold some experts each (`--enable-expert-parallel`) give what one gives",
     "PD": "prefill and decode in different processes",
     "host prefix cache": "a prefix that the device gave up comes back from host memory bit for bit",
+    "host tier": "pages live in host memory (`--kv-host-tier`); selected ones come into frames",
 }
 """Feature -> what a test of it shows, the columns of the table."""
 

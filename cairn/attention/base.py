@@ -136,19 +136,23 @@ class AttentionBackend(ABC):
 class GqaBackend(AttentionBackend):
     """A backend of layers that keep keys and values by head."""
 
+    def written(self, layer: int) -> tuple[str, str]:
+        """Fields to which a step's keys and values go."""
+        return "k", "v"
+
     @classmethod
     def needs(cls, spec: Any, form: PageFormat) -> LayerSchema:
         """Keys and values."""
         return LayerSchema(form.keys_and_values(spec.num_kv_heads, spec.head_dim))
 
     def place(self, layer: int, plan: StepPlan) -> PagePlace:
-        """Page table and locations of a layer."""
-        return plan.batch.places[self.pools.schema.group_of[layer]["k"]]
+        """Page table and locations of what a step writes of a layer."""
+        return plan.batch.places[self.pools.schema.group_of[layer][self.written(layer)[0]]]
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values, each [pages, h_kv, S, d]."""
-        fields = self.pools.pages[layer]
-        return fields["k"], fields["v"]
+        """Where a step's keys and values go, each [pages, h_kv, S, d]."""
+        k, v = self.written(layer)
+        return self.pools.pages[layer][k], self.pools.pages[layer][v]
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
         """Where the cache holds keys and values as they are."""

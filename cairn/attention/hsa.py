@@ -13,6 +13,7 @@ One layer, for a query at slot s (the mathematics is HiLS-Attention's):
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from cairn import ops
 from cairn.attention.base import GqaBackend, LayerReads, StepPlan
-from cairn.attention.batch import Batch
-from cairn.attention.cuts import ROUND, Front, Part
+from cairn.attention.batch import Batch, StepRows
+from cairn.attention.cuts import ROUND, Cuts, Front, Part
+from cairn.attention.framed_pages import FramedPages, Pair, attend_framed, stored_sheets
 from cairn.attention.inputs import HilsInputs
 from cairn.cache.schema import LayerSchema, PageField, PageFormat
 from cairn.ops import advice
@@ -29,6 +31,19 @@ from cairn.specs.backends import HSA
 from cairn.specs.hils import HilsSpec
 
 SUMMARY_KEY, SUMMARY_BIAS = "summary_key", "summary_bias"
+NEAR = "near_k", "near_v"
+"""Keys and values under the window, where all others lie in host memory."""
+
+
+@dataclass(slots=True)
+class HsaPlan(StepPlan):
+    """A step of layers whose pages may lie in host memory.
+
+    Attributes:
+        stored: KV heads of a layer -> the sheets that it stores there, see `stored_sheets`.
+    """
+
+    stored: dict[int, Pair] = field(default_factory=dict)
 
 
 class HsaBackend(GqaBackend):
@@ -40,22 +55,41 @@ class HsaBackend(GqaBackend):
     def needs(cls, spec: HilsSpec, form: PageFormat) -> LayerSchema:
         """Keys, values and a summary.
 
-        A landmark's own key is read where it lies, in the cache; only where keys are quantized and
-        summaries are not it is stored once more.
+        A landmark's own key is read where it lies, in the cache; only where keys lie in host memory
+        or are quantized, and summaries are not, it is stored once more.
         """
         fields = list(form.keys_and_values(spec.num_kv_heads, spec.head_dim))
-        if spec.summary != "landmark" or form.kv is not None:
+        if form.in_host:
+            near = zip(NEAR, fields, strict=True)
+            near_fields = [replace(f, name=name, window=spec.local_window) for name, f in near]
+            fields = [replace(entry, selected=spec.topk) for entry in fields] + near_fields
+        if spec.summary != "landmark" or form.kv is not None or form.in_host:
             shape = spec.summary_heads, spec.head_dim
             fields.append(PageField(SUMMARY_KEY, shape, form.dtype, summary=True))
         if spec.bias_by_entropy:
             fields.append(PageField(SUMMARY_BIAS, (spec.num_heads,), torch.float32, summary=True))
         return LayerSchema(tuple(fields))
 
+    def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> HsaPlan:
+        """See the base."""
+        plan = HsaPlan(batch, cuts, rows, None if rows is None else rows.stretches)
+        if batch.completed.numel():
+            for layer, spec in self.layers.items():
+                heads = spec.num_kv_heads
+                if self.pools.frames[layer] is not None and heads not in plan.stored:
+                    near, size = self.place(layer, plan).location, self.pools.schema.page_size
+                    plan.stored[heads] = stored_sheets(batch, near, size, heads)
+        return plan
+
     def fronts(self) -> tuple[Front, ...]:
         """The first slots of a row: in them every layer selects every page left of its window."""
         size = self.pools.schema.page_size
         early = min(advice.short_pages(size, s.local_window, s.topk) for s in self.layers.values())
         return (Front(early * size // ROUND * ROUND, early),) if early else ()
+
+    def written(self, layer: int) -> tuple[str, str]:
+        """Pages of the window, where those are apart."""
+        return super().written(layer) if self.pools.frames[layer] is None else NEAR
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
         """Landmarks' own keys, where they are kept beside the cache, are taken as they come."""
@@ -64,11 +98,13 @@ class HsaBackend(GqaBackend):
             return None
         return super().kv_target(layer, plan)
 
-    def run(self, layer: int, inputs: HilsInputs, plan: StepPlan) -> Tensor:
+    def run(self, layer: int, inputs: HilsInputs, plan: HsaPlan) -> Tensor:
         """Attend by landmarks: -> [T, h_q, d] in q's dtype."""
         spec, batch, q, lmk_q = self.layers[layer], plan.batch, inputs.q, inputs.lmk_q
         k_cache, v_cache = self.write(layer, inputs, plan)
         place, fields = self.place(layer, plan), self.pools.pages[layer]
+        if self.pools.frames[layer] is not None:
+            return self._run_framed(layer, inputs, plan)
         # If the landmark's own query pools its page, landmark_attention does it for steps of few
         # slots: no launch of its own.
         own = inputs.summary_query is None and spec.summary == "prior" and not spec.group_query
@@ -109,6 +145,21 @@ class HsaBackend(GqaBackend):
             return o
 
         return plan.attend(attend, tiled=tiled, by_fronts=True)
+
+    def _run_framed(self, layer: int, inputs: HilsInputs, plan: HsaPlan) -> Tensor:
+        """The same where pages lie in host memory; the step's keys and values are written."""
+        batch, fields, frames = plan.batch, self.pools.pages[layer], self.pools.frames[layer]
+        assert frames is not None
+        place, far = self.place(layer, plan), (fields["k"], fields["v"])
+        table = batch.places[self.pools.schema.group_of[layer]["k"]].page_table
+        caches = self.caches(layer)
+        spec, completed = self.layers[layer], batch.completed_pages
+        framed = FramedPages(spec, caches, place, far, table, frames, completed)
+        if batch.completed.numel():
+            framed.store(plan.stored[spec.num_kv_heads])
+            self._summarise(layer, inputs, batch)
+        summaries = {name: fields.get(name) for name in (SUMMARY_KEY, SUMMARY_BIAS)}
+        return attend_framed(layer, framed, inputs, summaries, plan)
 
     def _summarise(self, layer: int, inputs: HilsInputs, batch: Batch) -> None:
         """Store key and bias of the pages that this step completes."""

@@ -1,4 +1,5 @@
-"""The device memory of what layers keep: one tensor a field, by page or by sequence."""
+"""The memory of what layers keep: one tensor a field, by page or by sequence. It is the device's,
+but for fields in host memory, which have frames there (`cairn.cache.frames`)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.cache.schema import CacheSchema, PageField, RowField
+from cairn.cache.frames import Frames, host_tensor
+from cairn.cache.schema import CacheSchema, LayerSchema, PageField, RowField
 from cairn.errors import OutOfMemory
 
 
@@ -20,11 +22,13 @@ class PoolSizes:
         pages: physical pages, by page group.
         rows: sequences that run at once.
         snapshots: states that are kept beside those of running sequences.
+        frames: of a layer and head, for pages in host memory.
     """
 
     pages: tuple[int, ...]
     rows: int = 0
     snapshots: int = 0
+    frames: int = 0
 
 
 class CachePools:
@@ -43,7 +47,8 @@ class CachePools:
         pages: by layer, field name -> [pages, ...].
         rows: by layer, field name -> [states, ...]: those of the running rows by their numbers, one
             of a spare row for padding, then snapshots.
-        nbytes: size of everything.
+        frames: by layer, those of its fields in host memory; None: it has no such field.
+        nbytes: size of everything on the device.
 
     Raises OutOfMemory, naming the bytes asked for, when the device does not have them.
     """
@@ -63,7 +68,8 @@ class CachePools:
             (count + spare) * group.page_bytes
             for count, group in zip(sizes.pages, schema.groups, strict=True)
         )
-        self.nbytes = pages + self.num_states * schema.row_bytes
+        frames = sizes.frames * schema.host_bytes
+        self.nbytes = pages + frames + self.num_states * schema.row_bytes
         try:
             self.pages = [
                 {
@@ -76,6 +82,7 @@ class CachePools:
                 {entry.name: self._field(entry, self.num_states, device) for entry in layer.rows}
                 for layer in schema.layers
             ]
+            self.frames = [self._frames(layer, device) for layer in schema.layers]
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -125,7 +132,13 @@ class CachePools:
     def _count(self, group: int) -> int:
         return self.sizes.pages[group] + self.spare
 
+    def _frames(self, layer: LayerSchema, device: torch.device | str) -> Frames | None:
+        fields = [entry for entry in layer.pages if entry.selected is not None]
+        return Frames(fields, self._count(0), self.sizes.frames, device) if fields else None
+
     def _field(self, entry: PageField | RowField, count: int, device: torch.device | str) -> Tensor:
+        if isinstance(entry, PageField) and entry.selected is not None:
+            return host_tensor((count, *entry.shape), entry.dtype, device)
         return torch.empty((count, *entry.shape), dtype=entry.dtype, device=device)
 
 

@@ -2,8 +2,9 @@
 
 Fields that are kept equally long share a *page group*: one pool size, one page table. There are two
 at most: pages that stay as long as their sequence, and pages of fields of which queries read a
-window alone (`cairn.cache.window`). A layer may have fields in both. State of a sequence
-(`RowField`) is kept at page borders as *snapshots* so that a cached prefix can be resumed
+window alone (`cairn.cache.window`). A layer may have fields in both. Fields of which queries
+read few pages may lie in host memory (`PageField.selected`, `cairn.cache.frames`). State of a
+sequence (`RowField`) is kept at page borders as *snapshots* so that a cached prefix can be resumed
 (`cairn.cache.states`).
 """
 
@@ -35,6 +36,9 @@ class PageField:
         summary: it sums the page up; it does not grow with the page's slots.
         layout: how the numbers of a page lie; nothing in them tells one from another.
         window: slots that queries read, their own included; None: any of their sequence.
+        selected: pages of a head that a query reads at most: the field lies in host memory, and
+            what is read comes into frames on the device, see `cairn.cache.frames`. The first size
+            of its shape is that of heads. None: it lies on the device.
     """
 
     name: str
@@ -43,6 +47,7 @@ class PageField:
     summary: bool = False
     layout: str = LINEAR
     window: int | None = None
+    selected: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +104,7 @@ class PageFormat:
             quantized.
         small_records: records of latent attention and index keys in 8 bits (fp8_ds).
         index_layout: how index keys in 8 bits lie in a page: what reads them fastest on a device.
+        in_host: keys and values of which queries select pages lie in host memory.
     """
 
     page_size: int
@@ -106,6 +112,7 @@ class PageFormat:
     kv: KvFormat | None = None
     small_records: bool = False
     index_layout: str = LINEAR
+    in_host: bool = False
 
     def keys_and_values(self, num_kv_heads: int, head_dim: int) -> tuple[PageField, PageField]:
         """Fields `k` and `v`, a page [h_kv, S, d], or the bytes of `kv` in the place of d.
@@ -139,7 +146,7 @@ class PageGroup:
 
     Attributes:
         layers: numbers of the layers that have such fields.
-        page_bytes: bytes of a page over all of them.
+        page_bytes: bytes of a page over all of them, on the device.
         reach: pages before its own that a query touches at most; None: all of its sequence.
     """
 
@@ -159,6 +166,8 @@ class CacheSchema:
         groups: the page groups, at least one; one with `reach` comes behind one without.
         group_of: by layer, the group of each of its page fields, by their names.
         row_bytes: bytes of one sequence's state over all layers.
+        host_bytes: bytes of a page in host memory, over all layers.
+        selected: pages of a head that a query reads of it at most; 0: there is nothing.
     """
 
     def __init__(self, layers: Sequence[LayerSchema], page_size: int) -> None:
@@ -166,6 +175,9 @@ class CacheSchema:
         self.page_size = page_size
         self.row_bytes = sum(layer.row_bytes for layer in layers)
         fields = [entry for layer in layers for entry in layer.pages]
+        in_host = [entry for entry in fields if entry.selected is not None]
+        self.host_bytes = sum(entry.nbytes for entry in in_host)
+        self.selected = max((entry.selected or 0 for entry in in_host), default=0)
         # If every field has a window, their pages are kept: the prefix cache needs pages to hold.
         apart = any(entry.window is None for entry in fields)
         self.group_of = tuple(
@@ -199,7 +211,7 @@ class CacheSchema:
         """A group without its reach."""
         layers, count = [], 0
         for i, (layer, groups) in enumerate(zip(self.layers, self.group_of, strict=True)):
-            own = [entry.nbytes for entry in layer.pages if groups[entry.name] == number]
+            own = [entry for entry in layer.pages if groups[entry.name] == number]
             layers += [i] if own else []
-            count += sum(own)
+            count += sum(entry.nbytes for entry in own if entry.selected is None)
         return PageGroup(tuple(layers), count)

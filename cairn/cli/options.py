@@ -181,6 +181,13 @@ ENGINE = (
         "64GiB; requests with their prefix load them back.  [default: none]",
     ),
     click.option(
+        "--kv-host-tier",
+        is_flag=True,
+        default=None,
+        help="All pages of landmark layers live in --kv-host-memory. The device keeps summaries, "
+        "windows and, in frames, pages that were selected last.",
+    ),
+    click.option(
         "--gpu-memory-utilization",
         "--mem-fraction-static",
         type=float,
@@ -288,6 +295,7 @@ ENGINE_NAMES = (
     "max_model_len",
     "kv_cache_memory",
     "kv_host_memory",
+    "kv_host_tier",
     "gpu_memory_utilization",
     "disable_cuda_graph",
     "disable_overlap_schedule",

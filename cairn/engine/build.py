@@ -220,7 +220,7 @@ def load_runner(
     if group.rank == 0:
         announce(memory.choices, ())
         log.info("memory: %s", ", ".join(f"{what} {gib(count)}" for what, count in table))
-    sizes = PoolSizes(memory.group_pages, config.max_num_seqs, memory.snapshots)
+    sizes = PoolSizes(memory.group_pages, config.max_num_seqs, memory.snapshots, memory.frames)
     pools = CachePools(schema, sizes, device, with_graphs)
     if not on_gpu:
         settle_on_cpu(dtype)
@@ -374,6 +374,7 @@ def page_format(config: EngineConfig) -> PageFormat:
         kv=KV_FORMATS.get(config.kv_cache_dtype),
         small_records=config.kv_cache_dtype == "fp8_ds",
         index_layout=layout,
+        in_host=config.kv_host_tier,
     )
 
 

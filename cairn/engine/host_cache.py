@@ -10,14 +10,12 @@ from cairn.cache.record import layouts
 from cairn.cache.schema import CacheSchema
 from cairn.config import EngineConfig
 from cairn.distributed.groups import Group
-from cairn.engine.memory import MemoryPlan, gib
+from cairn.engine.memory import HOST_FLAG, MemoryPlan, gib
 from cairn.errors import BadConfig, OutOfMemory
 from cairn.runner.executor import Executor
 from cairn.runner.host_records import HostRecords
 
 log = logging.getLogger(__name__)
-
-FLAG = "kv_host_memory (--kv-host-memory)"
 
 
 def check_host_cache(
@@ -33,23 +31,25 @@ def check_host_cache(
         OutOfMemory: naming the largest size.
         BadConfig: naming the smallest.
     """
-    asked = config.kv_host_memory
+    asked = plan.host_bytes if config.kv_host_tier else config.kv_host_memory
     pages = sum(count for _, count in plan.table(0, None)) if config.device == "cpu" else 0
     if asked > free - pages:
         raise OutOfMemory(
             f"kv_host_memory is {asked}, but {free - pages} bytes of host memory are free",
-            f"Set {FLAG} to at most {max(0, free - pages)}",
+            f"Set {HOST_FLAG} to at most {max(0, free - pages)}",
         )
-    host_counts(asked, schema, plan)
+    host_counts(config, schema, plan)
 
 
-def host_counts(asked: int, schema: CacheSchema, plan: MemoryPlan) -> tuple[int, ...]:
-    """Places for records in `asked` bytes: of each kind in proportion to those on the device.
+def host_counts(config: EngineConfig, schema: CacheSchema, plan: MemoryPlan) -> tuple[int, ...]:
+    """Places for records in host memory: of each kind in proportion to those on the device; none
+    where pages themselves lie there.
 
     Raises:
         BadConfig: not one record of each kind fits, or no record has bytes.
     """
-    if not asked:
+    asked = config.kv_host_memory
+    if not asked or config.kv_host_tier:
         return 0, 0, 0
     sizes = [layout.nbytes for layout in layouts(schema)]
     on_device = plan.num_pages, plan.window_pages, plan.snapshots
@@ -57,14 +57,14 @@ def host_counts(asked: int, schema: CacheSchema, plan: MemoryPlan) -> tuple[int,
     if not total:
         raise BadConfig(
             "kv_host_memory is set, but what this model keeps of a prefix on the device is nothing",
-            f"Leave {FLAG} out",
+            f"Leave {HOST_FLAG} out",
         )
     counts = tuple(asked * count // total for count in on_device)
     if any(count and not found for count, found in zip(on_device, counts, strict=True)):
         least = -(-total // min(count for count in on_device if count))
         raise BadConfig(
             f"kv_host_memory is {asked}, which does not hold one page with what is beside it",
-            f"Set {FLAG} to at least {least}",
+            f"Set {HOST_FLAG} to at least {least}",
         )
     return counts
 
@@ -73,7 +73,7 @@ def host_records(
     config: EngineConfig, plan: MemoryPlan, pools: CachePools, group: Group
 ) -> HostRecords | None:
     """Places for the records of a rank in host memory; None: it is not used."""
-    counts = host_counts(config.kv_host_memory, pools.schema, plan)
+    counts = host_counts(config, pools.schema, plan)
     if not any(counts):
         return None
     said = zip(counts, ("pages", "window pages", "states"), strict=True)

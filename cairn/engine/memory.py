@@ -14,11 +14,15 @@ from cairn.specs.choice import Choice
 from cairn.specs.model import ModelSpec
 
 PAGES_FLAG = "kv_cache_memory (--kv-cache-memory)"
+HOST_FLAG = "kv_host_memory (--kv-host-memory)"
 SHARE_FLAG = "gpu_memory_utilization (--gpu-memory-utilization)"
 SNAPSHOT_SHARE = 0.3
 """Share of the cache's memory, beside running rows, that snapshots of recurrent states take."""
 Lines = tuple[tuple[str, int], ...]
 
+QUERIES_AT_ONCE = 512
+"""For the pages of so many queries there are frames, even if there are fewer pages, where memory
+allows it: these are attended at once."""
 WINDOW_SHARE = 8
 """One page in so many of a cached prefix keeps that of the window layers too, where these have a
 pool of their own: what a window needs at the ends of prefixes of 5000 tokens."""
@@ -90,18 +94,23 @@ class PageBytes:
         window: of those that keep the pages under their window alone; 0: there are none.
         reach: pages before its own that a query of theirs touches.
         row: state of one sequence in all recurrent layers.
+        host: in host memory; 0: nothing lies there.
+        selected: frames that a query needs of each head; a frame of all layers takes `host` bytes.
     """
 
     shared: int
     window: int = 0
     reach: int = 0
     row: int = 0
+    host: int = 0
+    selected: int = 0
 
     @classmethod
     def of(cls, schema: CacheSchema) -> PageBytes:
         """Of all layers."""
         shared, *windowed = [group.page_bytes for group in schema.groups] or [0]
-        return cls(shared, sum(windowed), schema.reach or 0, schema.row_bytes)
+        window = sum(windowed), schema.reach or 0
+        return cls(shared, *window, schema.row_bytes, schema.host_bytes, schema.selected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,8 @@ class MemoryPlan:
         states: sequences whose state there is memory for: running rows, one for padding, snapshots.
         snapshots: of these, those kept at page borders of cached prefixes.
         bytes_per_state: state of one sequence in all recurrent layers; 0 without such layers.
+        frames: on the device, for pages in host memory; 0: none lies there.
+        bytes_per_host_page: of a page in host memory, and of a frame, over all layers.
         max_model_len: longest sequence in user tokens, prompt and output together.
         flag: the option that changes how many pages there are, as a command line has it.
         choices: the automatic values with their reasons.
@@ -131,6 +142,13 @@ class MemoryPlan:
     states: int = 0
     snapshots: int = 0
     bytes_per_state: int = 0
+    frames: int = 0
+    bytes_per_host_page: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all pages in host memory."""
+        return self.num_pages * self.bytes_per_host_page
 
     @property
     def group_pages(self) -> tuple[int, ...]:
@@ -145,11 +163,9 @@ class MemoryPlan:
             usage: what a GPU holds beside the pages; None on the CPU.
         """
         pages = self.num_pages * self.bytes_per_page
-        own, states = (
-            self.window_pages * self.bytes_per_window_page,
-            self.states * self.bytes_per_state,
-        )
-        parts = (("pages", pages), ("window pages", own), ("states", states))
+        own = self.window_pages * self.bytes_per_window_page
+        states, frames = self.states * self.bytes_per_state, self.frames * self.bytes_per_host_page
+        parts = (("pages", pages), ("window pages", own), ("frames", frames), ("states", states))
         held = tuple(part for part in parts if part[1] or part[0] == "pages")
         if usage is None:
             return (("weights", weights), *held)
@@ -159,7 +175,7 @@ class MemoryPlan:
             ("graphs", usage.graphs),
             *held,
             ("other uses", usage.others),
-            ("free", usage.total - usage.taken - pages - own - states),
+            ("free", usage.total - usage.taken - pages - own - frames - states),
         )
         return tuple((what, count) for what, count in lines if count or what == "free")
 
@@ -237,6 +253,8 @@ def plan_memory(
         )
     snapshots = _snapshots(room.bytes - states, page_bytes, config, choices)
     left = room.bytes - states - snapshots * page_bytes.row
+    if page_bytes.host:
+        useful = min(useful, _host_pages(least, page_bytes, config))
     num_pages, window_pages = pools.divide(max(0, left), least, useful)
     capacity = num_pages * tokens_per_page
     if num_pages < least:
@@ -259,10 +277,25 @@ def plan_memory(
     flag = "--kv-cache-memory SIZE" if room.flag == PAGES_FLAG else "--gpu-memory-utilization SHARE"
     counts = (num_pages, page_bytes.shared, window_pages, page_bytes.window)
     plan = MemoryPlan(*counts, longest, flag, tuple(choices))
+    if page_bytes.host:
+        frames = pools.frames(max(0, left), num_pages, window_pages)
+        plan = replace(plan, frames=frames, bytes_per_host_page=page_bytes.host)
     if not page_bytes.row:
         return plan
     total = config.max_num_seqs + 1 + snapshots
     return replace(plan, states=total, snapshots=snapshots, bytes_per_state=page_bytes.row)
+
+
+def _host_pages(least: int, page_bytes: PageBytes, config: EngineConfig) -> int:
+    """Pages that host memory holds."""
+    found = config.kv_host_memory // page_bytes.host
+    if found < least:
+        raise OutOfMemory(
+            f"{least} pages need {least * page_bytes.host} bytes of host memory, but "
+            f"kv_host_memory is {config.kv_host_memory}",
+            f"Raise {HOST_FLAG} to at least {least * page_bytes.host}",
+        )
+    return found
 
 
 def _snapshots(
@@ -336,13 +369,28 @@ class _Pools:
         if not self.page_bytes.window:
             return pages, 0
         left = room - pages * self.page_bytes.shared
+        if self.page_bytes.host:
+            return pages, min(pages, self._wanted(pages), self._beside_frames(left))
         return pages, min(pages, left // self.page_bytes.window)
+
+    def frames(self, room: int, pages: int, window_pages: int) -> int:
+        """Those that fit beside so many pages and could be used."""
+        left = room - pages * self.page_bytes.shared - window_pages * self.page_bytes.window
+        most = max(pages, QUERIES_AT_ONCE * self.page_bytes.selected)
+        return min(most, left // self.page_bytes.host)
+
+    def _beside_frames(self, room: int) -> int:
+        """Window pages that fit beside as many frames, or the fewest."""
+        fewest = self.page_bytes.selected * self.page_bytes.host
+        half = max(room // 2, min(room - fewest, self.step * self.page_bytes.window))
+        return min(half, room - fewest) // self.page_bytes.window
 
     def _wanted(self, pages: int) -> int:
         return min(pages, self.step + pages // WINDOW_SHARE)
 
     def _bytes(self, pages: int, window_pages: int) -> int:
-        return pages * self.page_bytes.shared + window_pages * self.page_bytes.window
+        own = pages * self.page_bytes.shared + window_pages * self.page_bytes.window
+        return own + self.page_bytes.selected * self.page_bytes.host
 
 
 def _remedy(room: Room, need: int, least: int, config: EngineConfig) -> str:

@@ -40,6 +40,7 @@ from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.attention.merge_states import merge_state, merge_state_v2
 from cairn.ops.attention.window_attention import window_attention
 from cairn.ops.cache.decode_slots import decode_slots
+from cairn.ops.cache.resolve_frames import resolve_frames
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.compress import compress_windows, norm_rope_tail
 from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
@@ -431,6 +432,7 @@ __all__ = [
     "reconstruct_indices_from_tree_mask",
     "register_buffer",
     "register_graph_buffers",
+    "resolve_frames",
     "resolve_future_token_ids",
     "ring_read",
     "ring_write",

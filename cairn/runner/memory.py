@@ -27,6 +27,8 @@ from cairn.types import SamplingParams
 
 PAGES = 8
 """Pages of the temporary pool."""
+FRAMED = 16
+"""Queries whose pages fit into the frames of the temporary pool together."""
 CONTEXT = 1 << 16
 """Steps run after at most this many tokens: what they take does not grow behind it, their time
 would."""
@@ -87,7 +89,8 @@ def measure(
     """
     try:
         schema = cache_schema(mixers, form)
-        sizes = PoolSizes((PAGES,) * len(schema.groups), shape.num_rows)
+        pages = (PAGES,) * len(schema.groups)
+        sizes = PoolSizes(pages, shape.num_rows, frames=FRAMED * schema.selected)
         pools = CachePools(schema, sizes, device, steps.graphs)
         for tensor in (*pools.tensors(), *pools.states()):
             # Zeroed: NaN in the temporary pages would give invalid token ids.

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from cairn.cache.allocator import PageAllocator
+from cairn.cache.frames import Frames
 from cairn.cache.paged import Lease, PageCache
 from cairn.cache.schema import BYTES
 from cairn.config import EngineOptions
@@ -70,6 +71,18 @@ def poison(built: Built) -> None:
     _poison(cache.allocator, pools.tensors(group=0), pools.spare)
     if cache.window is not None:
         _poison(cache.window.allocator, pools.tensors(group=1), pools.spare)
+    for frames in pools.frames:
+        if frames is not None:
+            _poison_frames(frames)
+
+
+def _poison_frames(frames: Frames) -> None:
+    """Fill frames that hold no page."""
+    for head, held in enumerate(frames.frame_of):
+        empty = torch.ones(frames.count, dtype=torch.bool)
+        empty[held[held >= 0].long()] = False
+        for tensor in frames.tensors.values():
+            tensor[empty, head] = NOT_FINITE if tensor.dtype == BYTES else float("nan")
 
 
 def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bool) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
-from cairn.ops.cache.cases import _arguments
+from cairn.ops.cache.cases import _arguments, frames_of
 from cairn.ops.cache.decode_slots import LINES, decode_slots
+from cairn.ops.cache.resolve_frames import resolve_frames
 from cairn.ops.cache.write_kv import write_kv
 
 
@@ -16,6 +17,13 @@ def _(draw: Draw) -> Points:
         given = _arguments(draw, rows, 64, rows, 2 * rows)
         least = LINES * moved(given.args[0])
         yield Point(str(rows), given, least, alternatives=draw.by_torch(decode_slots.reference))
+
+
+@resolve_frames.bench
+def _(draw: Draw) -> Points:
+    for tokens in (1, 8, 512):
+        given = frames_of(draw, (tokens, 2, 32), 1 << 14, 1 << 14)
+        yield Point(f"{tokens} x 2 x 32", given, 4 * moved(given.args[0]))
 
 
 def _index_put(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from cairn.ops.cache import quantized
 from cairn.ops.cache.decode_slots import decode_slots
+from cairn.ops.cache.resolve_frames import NOWHERE, resolve_frames
 from cairn.ops.cache.write_kv import write_kv
 from cairn.ops.testing import Arguments, Cases, Make
 
@@ -70,6 +71,40 @@ def _(make: Make) -> Cases:
             args[6], args[8] = windowed, landmark_id
             yield make.args(*args)
     yield _arguments(make, 3, 4, 0, 16)
+
+
+def frames_of(make: Make, shape: tuple[int, int, int], pages: int, frames: int) -> Arguments:
+    """Some of the pages have frames; some frames name pages that have left them."""
+    tokens, heads, topk = shape
+    rows = max(1, tokens // 2)
+    table = torch.stack([make.rand(pages).argsort().int() for _ in range(rows)])
+    indices = torch.stack(
+        [make.rand(pages).argsort()[:topk].sort().values for _ in range(tokens * heads)]
+    )
+    indices = indices.view(tokens, heads, topk).int()
+    indices[::3, :, topk // 2 :] = -1
+    frame_of = make.full((heads, pages), NOWHERE, torch.int32)
+    page_in = make.full((heads, frames), -1, torch.int32)
+    held = min(pages, frames) * 2 // 3
+    for head in range(heads):
+        own, places = make.rand(pages).argsort()[:held], make.rand(frames).argsort()[:held]
+        frame_of[head, own], page_in[head, places] = places.int(), own.int()
+        frame_of[head, own[: held // 4]] = NOWHERE
+    state = make.tensor([[frames - 2, 7, 5, 3]] * heads, torch.int64)
+    used = make.randint(0, 7, heads, frames)
+    row = make.randint(0, rows, tokens)
+    return make.args(indices.contiguous(), row, table, frame_of, page_in, used, state)
+
+
+@resolve_frames.cases
+def _(make: Make) -> Cases:
+    yield frames_of(make, (1, 2, 4), 30, 4)
+    given = frames_of(make, (3, 3, 8), 40, 29)
+    yield given
+    yield make.args(*given.clone().args, make.tensor([3, -1, 39, 17, 4, 5], torch.int64))
+    yield frames_of(make, (70, 1, 16), 200, 1500)
+    indices, row, *more = frames_of(make, (1, 2, 4), 30, 4).args
+    yield make.args(indices[:0], row[:0], *more)
 
 
 @write_kv.cases

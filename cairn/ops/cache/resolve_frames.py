@@ -1,0 +1,152 @@
+"""Which frames on the device hold pages that lie in host memory, and which pages must come."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.cache.kernels import resolve_frames_kernel
+from cairn.ops.call import Call
+from cairn.ops.checks import INT32, INT64, check_rows, expect, refuse
+from cairn.ops.registry import op
+
+NOWHERE = -(1 << 31)
+"""In the map, of a page without a frame."""
+AT_ONCE = 1024
+"""Entries, or frames, that a program looks at together."""
+
+
+@op(mutates=("frame_of", "page_in", "used", "state"))
+def resolve_frames(
+    indices: Tensor,
+    row: Tensor,
+    page_table: Tensor,
+    frame_of: Tensor,
+    page_in: Tensor,
+    used: Tensor,
+    state: Tensor,
+    renewed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give every selected page a frame, of each KV head by itself.
+
+    A page that has a frame keeps it. The others get, in the order in which they come first, the
+    next frames that this call does not use, from where the last search ended on around; what these
+    held has no frame any more. `state` holds where the search goes on, the number of this call, and
+    adds up distinct pages that had a frame and distinct ones that had none.
+
+    Args:
+        indices: [T, h_kv, K] int32, logical pages; a negative one is no page.
+        row: [T] int64.
+        page_table: [rows, max_pages] int32, logical to physical page.
+        frame_of: [h_kv, pages] int32, the frame of each page; NOWHERE: none. Changed.
+        page_in: [h_kv, F] int32, the page in each frame, negative where there is none; stale where
+            the map does not name the frame. F is at least T * K. Changed.
+        used: [h_kv, F] int64, the call that used each frame last. Changed.
+        state: [h_kv, 4] int64. Changed.
+        renewed: [N] int64 or None, pages whose frames hold what they no longer hold: they have none
+            from now on. A negative one is no page.
+    Returns:
+        frames [T, h_kv, K] int32, -1 where no page is selected; sources and targets [h_kv, T * K]
+        int64, of pages that must be copied to their frames: page * h_kv + head and
+        frame * h_kv + head, padded with -1.
+    Raises:
+        BadArgument: for another shape, dtype, device or layout, or too few frames.
+    """
+    tokens, heads, topk = indices.shape
+    pages = page_table[row].long().gather(1, indices.clamp(min=0).flatten(1).long())
+    pages = pages.view_as(indices).masked_fill(indices < 0, -1)
+    found = torch.full_like(indices, -1)
+    sources = torch.full((heads, tokens * topk), -1, dtype=torch.int64, device=indices.device)
+    targets = sources.clone()
+    state[:, 1] += 1
+    if renewed is not None:
+        frame_of[:, renewed[renewed >= 0]] = NOWHERE
+    for head in range(heads):
+        own = pages[:, head].flatten()
+        selected = own >= 0
+        wanted, place = own[selected].unique(return_inverse=True)
+        # Distinct pages in the order in which they come first.
+        first = torch.full_like(wanted, own.numel()).scatter_reduce(
+            0, place, torch.arange(place.numel(), device=own.device), "amin"
+        )
+        wanted = wanted[first.argsort()]
+        frames = frame_of[head, wanted]
+        used[head, frames[frames >= 0].long()] = state[head, 1]
+        missing = wanted[frames < 0]
+        count = missing.numel()
+        around = (torch.arange(used.shape[1], device=own.device) + state[head, 0]) % used.shape[1]
+        taken = around[used[head, around] != state[head, 1]][:count]
+        before = page_in[head, taken].long()
+        stays = (before >= 0) & (frame_of[head, before.clamp(min=0)] == taken)
+        frame_of[head, before[stays]] = NOWHERE
+        page_in[head, taken] = missing.int()
+        frame_of[head, missing] = taken.int()
+        used[head, taken] = state[head, 1]
+        sources[head, :count] = missing * heads + head
+        targets[head, :count] = taken * heads + head
+        if count:
+            state[head, 0] = (taken[-1] + 1) % used.shape[1]
+        state[head, 2] += wanted.numel() - count
+        state[head, 3] += count
+        frame = frame_of[head, own.clamp(min=0)].masked_fill(~selected, -1)
+        found[:, head] = frame.view(tokens, topk)
+    return found, sources, targets
+
+
+@resolve_frames.check
+def _(call: Call) -> None:
+    name = "resolve_frames"
+    expect(name, "indices", call.indices, 3, INT32, dense=-1)
+    tokens, heads, topk = call.indices.shape
+    check_rows(name, tokens, call.row, call.page_table, call.indices)
+    expect(name, "frame_of", call.frame_of, (heads, None), INT32, call.indices, -1)
+    expect(name, "page_in", call.page_in, (heads, None), INT32, call.indices, -1)
+    expect(name, "used", call.used, call.page_in.shape, INT64, call.indices, -1)
+    expect(name, "state", call.state, (heads, 4), INT64, call.indices, -1)
+    if call.renewed is not None:
+        expect(name, "renewed", call.renewed, 1, INT64, call.indices, -1)
+    if call.page_in.shape[1] < tokens * topk:
+        refuse(name, "page_in", f"has {call.page_in.shape[1]} frames, fewer than {tokens * topk}")
+
+
+@resolve_frames.fake
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, topk = call.indices.shape
+    lines = call.indices.new_empty((heads, tokens * topk), dtype=torch.int64)
+    return torch.empty_like(call.indices), lines, torch.empty_like(lines)
+
+
+@resolve_frames.implementation("triton", devices=gpu.DEVICES, replayed=True)
+def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """A program a head: it marks the first entry of each missing page in the map, counts those in
+    the order of entries, and gives them frames."""
+    tokens, heads, topk = call.indices.shape
+    frames = gpu.empty(call.indices.shape, torch.int32, call.indices.device)
+    lines = (heads, tokens * topk)
+    sources, targets = (gpu.empty(lines, torch.int64, call.indices.device) for _ in range(2))
+    if tokens * topk or call.renewed is not None:
+        resolve_frames_kernel[(heads,)](
+            indices=call.indices,
+            row=call.row,
+            page_table=call.page_table,
+            frame_of=call.frame_of,
+            page_in=call.page_in,
+            used=call.used,
+            state=call.state,
+            renewed=call.renewed,
+            found=frames,
+            sources=sources,
+            targets=targets,
+            entries=tokens * topk,
+            changed=0 if call.renewed is None else call.renewed.shape[0],
+            topk=topk,
+            table_stride=call.page_table.stride(0),
+            pages=call.frame_of.shape[1],
+            frames=call.page_in.shape[1],
+            HEADS=heads,
+            BLOCK=min(AT_ONCE, max(32, gpu.next_power_of_2(tokens * topk))),
+            SEARCHED=AT_ONCE,
+            num_warps=8,
+        )
+    return frames, sources, targets
