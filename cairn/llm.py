@@ -56,6 +56,8 @@ class Stats:
         draft_runs, drafted_tokens, accepted_tokens: of speculative decoding,
             see `cairn.engine.drafts.DraftTotals`.
         steady: what steps that only decode cost the host.
+        frame_hits, frame_misses: selected pages in host memory that were in frames on the device,
+            and that were fetched; of each KV head.
     """
 
     steps: int
@@ -76,6 +78,8 @@ class Stats:
     drafted_tokens: int
     accepted_tokens: int
     steady: HostTimes
+    frame_hits: int = 0
+    frame_misses: int = 0
 
 
 class LLM:
@@ -241,6 +245,7 @@ class LLM:
         known = {f.name for f in fields(Stats)}
         totals = {f.name: getattr(core, f.name) for f in fields(core) if f.name in known}
         totals["steady"] = replace(core.steady)
+        frame_hits, frame_misses, _ = runner.pools.frame_traffic()
         return Stats(
             **totals,
             queries=runner.reads.queries,
@@ -248,6 +253,8 @@ class LLM:
             pages_held=runner.reads.held,
             cached_prompt_tokens=self._core.scheduler.cached_prompt_tokens,
             preemptions=self._core.scheduler.preemptions,
+            frame_hits=frame_hits,
+            frame_misses=frame_misses,
             draft_runs=drafts.runs,
             drafted_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,

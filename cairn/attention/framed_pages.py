@@ -7,7 +7,6 @@ frames together are attended one batch after the other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +94,7 @@ def attend_framed(
     layer: int,
     framed: FramedPages,
     inputs: HilsInputs,
-    summaries: Mapping[str, Tensor | None],
+    summaries: tuple[Tensor, Tensor | None],
     plan: StepPlan,
 ) -> Tensor:
     """One layer's attention: -> [T, h_q, d] in q's dtype.
@@ -104,7 +103,7 @@ def attend_framed(
         layer: its number.
         framed: the layer in this step; completed pages are stored.
         inputs: of the layer.
-        summaries: summary_key and summary_bias of `ops.select_pages`.
+        summaries: keys and biases of all pages.
         plan: of the step.
     """
     spec, batch, q = framed.spec, plan.batch, inputs.q
@@ -118,9 +117,8 @@ def attend_framed(
         aligned=True, mask_landmarks=True, chunked=plan.cuts.chunked,
     )  # fmt: skip
     indices, scores = ops.select_pages(
-        inputs.lmk_q, lse=lse, row=batch.row, slot=batch.slot, page_table=framed.page_table,
-        page_size=size, window=window, topk=topk, strategy=spec.strategy,
-        num_kv_heads=spec.num_kv_heads, **summaries,
+        inputs.lmk_q, *summaries, lse, *where, framed.page_table, size, window, topk,
+        strategy=spec.strategy, num_kv_heads=spec.num_kv_heads,
     )  # fmt: skip
     weights, window_weight = advice.shared_weights(scores, lse, spec.softmax1)
     if batch.watch is not None:

@@ -158,7 +158,7 @@ class HsaBackend(GqaBackend):
         if batch.completed.numel():
             framed.store(plan.stored[spec.num_kv_heads])
             self._summarise(layer, inputs, batch)
-        summaries = {name: fields.get(name) for name in (SUMMARY_KEY, SUMMARY_BIAS)}
+        summaries = fields[SUMMARY_KEY], fields.get(SUMMARY_BIAS)
         return attend_framed(layer, framed, inputs, summaries, plan)
 
     def _summarise(self, layer: int, inputs: HilsInputs, batch: Batch) -> None:

@@ -209,6 +209,7 @@ class _Point:
             peak_bytes=ran.peak_bytes,
             step_tokens=config.chunked_prefill_size,
             kv_cache_dtype=config.kv_cache_dtype,
+            frame_hits=counted.frame_hits / read if (read := _sheets_read(counted)) else None,
         )
 
 
@@ -232,6 +233,11 @@ def _slots(spec: ModelSpec, tokens: int) -> int:
     if not spec.landmarks or not spec.page_size:
         return tokens
     return tokens + tokens // (spec.page_size - 1)
+
+
+def _sheets_read(phase: Phase) -> int:
+    """Pages of a head that were read by way of frames."""
+    return phase.frame_hits + phase.frame_misses
 
 
 def _pages_per_query(phase: Phase) -> float | None:

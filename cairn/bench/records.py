@@ -44,6 +44,7 @@ class Cell:
         peak_bytes: GPU memory that the phase took at most beside weights and pages; None on a CPU.
         step_tokens: slots that a step may run.
         kv_cache_dtype: of keys and values.
+        frame_hits: of pages in host memory: share of the selected ones that were in frames.
     """
 
     shape: str
@@ -65,6 +66,7 @@ class Cell:
     peak_bytes: int | None = None
     step_tokens: int | None = None
     kv_cache_dtype: str | None = None
+    frame_hits: float | None = None
 
     @property
     def fraction(self) -> float | None:

@@ -75,6 +75,8 @@ class Phase:
         queries: queries of landmark layers.
         pages_read, pages_held: pages that they read, pages that dense attention would have read.
         preemptions: rows whose pages were taken back for a while.
+        frame_hits, frame_misses: selected pages in host memory that were in frames, and that were
+            fetched.
     """
 
     steps: int
@@ -88,6 +90,8 @@ class Phase:
     pages_read: int
     pages_held: int
     preemptions: int
+    frame_hits: int
+    frame_misses: int
 
     @property
     def host_us(self) -> dict[str, float] | None:

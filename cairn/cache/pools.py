@@ -107,6 +107,17 @@ class CachePools:
         """Index of the first snapshot among the states."""
         return self.sizes.rows + 1
 
+    def frame_traffic(self) -> tuple[int, int, int]:
+        """Sheets that were found in frames and sheets that were fetched, each counted once a call
+        of a layer, and the bytes of the latter; waits for the device."""
+        frames = [own for own in self.frames if own is not None]
+        if not frames:
+            return 0, 0, 0
+        counts = torch.stack([own.state[:, 2:].sum(0) for own in frames])
+        sheet = torch.tensor([own.sheet_bytes for own in frames])
+        found, fetched = counts.cpu().unbind(1)
+        return int(found.sum()), int(fetched.sum()), int((fetched * sheet).sum())
+
     def tensors(self, group: int | None = None) -> Iterator[Tensor]:
         """The tensors of all page fields, or of one page group's."""
         for layer, groups in zip(self.pages, self.schema.group_of, strict=True):

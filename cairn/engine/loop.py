@@ -378,6 +378,7 @@ class EngineLoop:
         totals = {n: getattr(self._core.stats, n) for n in Stats.__struct_fields__ if n in known}
         # Some have ended, and keep their pages until the step in flight is over.
         running = sum(not request.doomed for request in scheduler.running)
+        frame_hits, frame_misses, frame_bytes = runner.pools.frame_traffic()
         self._vitals.stats = Stats(
             **totals,
             **self._host_stats(),
@@ -398,4 +399,7 @@ class EngineLoop:
             accepted_tokens=scheduler.drafts.accepted,
             selecting_queries=runner.reads.queries,
             pages_selected=runner.reads.selected_by_head,
+            frame_hits=frame_hits,
+            frame_misses=frame_misses,
+            frame_bytes=frame_bytes,
         )

@@ -280,6 +280,8 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
         decode_stall_seconds: how long rows that decode waited for prefill of others in their step.
         selecting_queries, pages_selected: queries of layers that select, and the pages that they
             selected.
+        frame_hits, frame_misses, frame_bytes: selected pages of a head that were in frames, those
+            that were fetched from host memory, and the bytes of these.
     """
 
     running: int = 0
@@ -311,6 +313,9 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_stall_seconds: float = 0.0
     selecting_queries: int = 0
     pages_selected: float = 0.0
+    frame_hits: int = 0
+    frame_misses: int = 0
+    frame_bytes: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

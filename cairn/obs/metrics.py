@@ -83,6 +83,9 @@ COUNTERS = {
     ),
     "landmark_queries": ("selecting_queries", "Queries of layers that select pages."),
     "selected_pages": ("pages_selected", "Pages that those queries selected."),
+    "frame_hits": ("frame_hits", "Selected pages of a head that were in frames on the device."),
+    "frame_misses": ("frame_misses", "Those that were fetched from host memory."),
+    "frame_bytes": ("frame_bytes", "Bytes that were fetched."),
 }
 """Metric (without _total) -> (key of the engine's totals, help)."""
 

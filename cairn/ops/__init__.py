@@ -39,9 +39,7 @@ from cairn.ops.attention.cutlass_mla_get_workspace_size import cutlass_mla_get_w
 from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.attention.merge_states import merge_state, merge_state_v2
 from cairn.ops.attention.window_attention import window_attention
-from cairn.ops.cache.decode_slots import decode_slots
-from cairn.ops.cache.resolve_frames import resolve_frames
-from cairn.ops.cache.write_kv import write_kv
+from cairn.ops.cache import decode_slots, resolve_frames, write_kv
 from cairn.ops.compress import compress_windows, norm_rope_tail
 from cairn.ops.elementwise.concat_mla import concat_mla_absorb_q, concat_mla_k
 from cairn.ops.elementwise.copy_to_gpu_no_ce import copy_to_gpu_no_ce

@@ -79,7 +79,7 @@ def poison(built: Built) -> None:
 def _poison_frames(frames: Frames) -> None:
     """Fill frames that hold no page."""
     for head, held in enumerate(frames.frame_of):
-        empty = torch.ones(frames.count, dtype=torch.bool)
+        empty = torch.ones(frames.count, dtype=torch.bool, device=held.device)
         empty[held[held >= 0].long()] = False
         for tensor in frames.tensors.values():
             tensor[empty, head] = NOT_FINITE if tensor.dtype == BYTES else float("nan")

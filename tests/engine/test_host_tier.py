@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,41 +11,34 @@ import pytest
 from cairn.cache.frames import Frames
 from cairn.engine.build import Built
 from cairn.errors import BadConfig, OutOfMemory
+from cairn.ops.registry import force
 from tests.engine.fakes import all_pages_back
-from tests.engine.harness import assert_same, engine, greedy, occupy, poison, run, text
-from tests.engine.test_families import FAMILIES, OUTPUT, build, prompts_of, serve
+from tests.engine.harness import assert_same, greedy, occupy, poison, run, text
+from tests.engine.test_families import OUTPUT, build, prompts_of, serve
 from tests.support import shows
 
 LANDMARKS = ("landmarks", "landmarks and windows")
+TIER: dict[str, Any] = {"kv_host_memory": "2MiB", "kv_host_tier": True}
+ON_GPU: dict[str, Any] = {"device": "cuda", "disable_cuda_graph": True}
+gpu = pytest.mark.gpu
 
 
-def tiered(family: str, frames: int, **options) -> Built:
+def tiered(family: str, frames: int, **options: Any) -> Built:
     """An engine with so many frames of each layer and head."""
-    built = build(family, kv_host_memory="2MiB", kv_host_tier=True, **options)
+    built = build(family, **TIER, **options)
     pools = built.runner.pools
     for i, layer in enumerate(pools.schema.layers):
         fields = [entry for entry in layer.pages if entry.selected is not None]
         if fields:
-            pages = len(pools.pages[i][fields[0].name])
-            pools.frames[i] = Frames(fields, pages, frames, "cpu")
+            k = pools.pages[i][fields[0].name]
+            pools.frames[i] = Frames(fields, len(k), frames, k.device)
     poison(built)
     return built
 
 
-def traffic(built: Built) -> tuple[int, int]:
-    """Sheets that were found in frames, and that were fetched."""
-    states = [frames.state for frames in built.runner.pools.frames if frames is not None]
-    return sum(int(s[:, 2].sum()) for s in states), sum(int(s[:, 3].sum()) for s in states)
-
-
-@shows("hils", "host tier")
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("family", LANDMARKS)
-def test_a_random_schedule_with_few_frames_gives_what_requests_give_alone(
-    family: str, seed: int
-) -> None:
+def expect_alone(built: Built, plain: Built, seed: int) -> None:
+    """A random schedule gives what each request gives alone on the other engine."""
     rng = random.Random(seed)
-    built, plain = tiered(family, rng.choice([4, 5, 9])), build(family, enable_prefix_caching=False)
     size, vocab = built.config.page_size, built.spec.vocab_size
     prompts = prompts_of(rng, min(size, 32), vocab)
     alone = [run(plain, [prompt], greedy(OUTPUT), poisoned=False)[0] for prompt in prompts]
@@ -56,4 +50,71 @@ def test_a_random_schedule_with_few_frames_gives_what_requests_give_alone(
                 assert_same(found, wanted)
     built.core.cache.close(hostage)
     assert all_pages_back(built.core)
-    assert all(traffic(built))
+    assert all(built.runner.pools.frame_traffic())
+
+
+@shows("hils", "host tier")
+@pytest.mark.parametrize(
+    ("family", "frames", "options"),
+    [
+        ("landmarks", 4, {}),
+        ("landmarks and windows", 9, {}),
+        pytest.param("landmarks", 5, ON_GPU, marks=gpu),
+        pytest.param("landmarks and windows", 70, ON_GPU, marks=gpu),
+        pytest.param("landmarks", 1000, {"device": "cuda"}, marks=gpu),
+    ],
+)
+def test_a_random_schedule_with_few_frames_gives_what_requests_give_alone(
+    family: str, frames: int, options: dict[str, Any]
+) -> None:
+    plain = build(family, enable_prefix_caching=False, **options)
+    expect_alone(tiered(family, frames, **options), plain, seed=1)
+
+
+def same_schedule(engines: list[Built]) -> None:
+    """Two engines follow one schedule; all their bits are equal."""
+    size, vocab = engines[0].config.page_size, engines[0].spec.vocab_size
+    prompts = prompts_of(random.Random(3), min(size, 32), vocab)[1:4]
+    found = []
+    for built in engines:
+        hostage = built.core.cache.open([1], 0)
+        found.append(serve(built, random.Random(5), prompts, hostage))
+        built.core.cache.close(hostage)
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.cached == other.cached and one.tokens == other.tokens
+            assert np.array_equal(one.logprobs, other.logprobs)
+    hits, misses, _ = engines[1].runner.pools.frame_traffic()
+    assert hits > misses > 0
+
+
+def test_few_frames_change_no_bit() -> None:
+    """Where the loops that run do not go by the number of queries."""
+    with force("landmark_attention=composed,page_attention=reference"):
+        same_schedule([build("landmarks"), tiered("landmarks", 5)])
+
+
+@pytest.mark.gpu
+def test_frames_change_no_bit_on_a_gpu() -> None:
+    with force("landmark_attention=composed"):
+        same_schedule([build("landmarks", **ON_GPU), build("landmarks", **TIER, **ON_GPU)])
+
+
+def test_a_page_that_is_written_anew_leaves_its_frame() -> None:
+    """Requests that share nothing take each other's pages, of which many are still in frames."""
+    options = {"enable_prefix_caching": False}
+    engines = [build("landmarks", **options), tiered("landmarks", 64, **options)]
+    for seed in range(3):
+        prompt = text(seed, 120, engines[0].spec.vocab_size)
+        plain, found = (run(built, [prompt], greedy(3))[0] for built in engines)
+        assert_same(found, plain)
+
+
+def test_what_a_tier_cannot_have_is_refused() -> None:
+    with pytest.raises(BadConfig, match="no layer of this model selects pages by landmarks"):
+        build("recurrent", **TIER)
+    with pytest.raises(BadConfig, match=r"kv_host_memory gives no memory.*--kv-host-memory"):
+        build("landmarks", kv_host_tier=True)
+    with pytest.raises(OutOfMemory, match=r"7 pages need \d+ bytes of host memory.*at least"):
+        build("landmarks", kv_host_tier=True, kv_host_memory="8KiB", max_model_len=100)

@@ -1,1 +1,7 @@
-"""Writing to the paged cache."""
+"""The paged cache: what a step writes to it, and frames of pages in host memory."""
+
+from cairn.ops.cache.decode_slots import decode_slots
+from cairn.ops.cache.resolve_frames import resolve_frames
+from cairn.ops.cache.write_kv import write_kv
+
+__all__ = ["decode_slots", "resolve_frames", "write_kv"]

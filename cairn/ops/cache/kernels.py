@@ -200,8 +200,7 @@ def resolve_frames_kernel(
         tl.store(sources + e, -1, mask=inside)
         tl.store(targets + e, -1, mask=inside)
     tl.debug_barrier()
-    missing = 0
-    present = 0
+    missing, present = 0, 0
     for begin in range(0, entries, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         at = (e // topk * HEADS + head) * topk + e % topk
