@@ -126,6 +126,7 @@ def test_row_9_defaults(model):
         "disable_overlap_schedule": False,
         "speculation": None,
         "kv_host_memory": 0,
+        "kv_host_tier": False,
         "tensor_parallel_size": 1,
         "disaggregation": None,
         "media": dataclasses.asdict(MediaLimits()),
