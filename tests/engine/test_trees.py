@@ -56,18 +56,19 @@ class Fork:
 
 
 @shows("hils qwen3_moe", "speculation")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["landmarks", "experts"])
-def test_a_right_branch_beside_wrong_guesses(family: str) -> None:
+def test_a_right_branch_beside_wrong_guesses(family: str, device: str) -> None:
     """Any schedule, cold and warm, greedy and drawn, with aborts and retractions; a tree never
     crosses the border of a page."""
     rng = random.Random(family)
-    plain = build(family, enable_prefix_caching=False)
+    plain = build(family, device=device, enable_prefix_caching=False)
     prompts = prompts_of(rng, min(plain.config.page_size, 24), plain.spec.vocab_size)[:3]
     longest = max(map(len, prompts)) + 20
     params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=16) for n in range(len(prompts))]
     params[0] = replace(params[0], stop_token_ids=[5, 9])
     wanted = serve(plain, prompts, params)
-    asked = {"speculative_num_draft_tokens": 4, "speculative_eagle_topk": WIDTH}
+    asked = {"speculative_num_draft_tokens": 4, "speculative_eagle_topk": WIDTH, "device": device}
     built = build(family, max_model_len=longest, speculative_algorithm="NGRAM", **asked)
     scheduler, size = built.core.scheduler, built.config.page_size
     drafter = scheduler.drafter = FakeDrafter(3, 0.2, most=4)

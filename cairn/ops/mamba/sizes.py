@@ -26,7 +26,7 @@ class Net:
 
 
 NETS = {
-    "full": Net(16, 32, 128, 128, 4, batches=(1, 64), prefills=(1024, 8192)),
+    "full": Net(16, 32, 128, 128, 4, batches=(1, 16, 64), prefills=(1024, 8192)),
     "tiny": Net(2, 4, 16, 16, 4, batches=(1, 3), prefills=(40,)),
 }
 
