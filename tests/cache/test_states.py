@@ -55,6 +55,18 @@ def test_a_prefix_is_found_up_to_a_snapshot() -> None:
     assert serve(cache, [*tokens[:40], 3, 4]) == 10
 
 
+def test_a_snapshot_lies_beside_its_page_however_many_are_committed_at_once() -> None:
+    cache, tokens = cache_of(100, 10), list(range(50))
+    lease = cache.open(tokens, 12)
+    assert cache.grow(lease, 13)
+    cache.take_snapshot(lease, 5, trailing=False)
+    cache.commit(lease, tokens)
+    assert cache.states is not None
+    assert list(cache.states.beside) == [cache.tree.match(tokens, 12)[4]]
+    cache.close(lease)
+    check(cache, [])
+
+
 def test_those_passed_by_are_given_up_first() -> None:
     cache = cache_of(100, 3)
     serve(cache, list(range(50)))
