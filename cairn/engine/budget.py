@@ -77,9 +77,13 @@ class StepTimes:
 
     A step that takes far longer than expected moves the costs by a bounded amount; steps that are
     slow again and again become what is expected.
+
+    Attributes:
+        guessing: steps with guesses, and without prefill, that were observed.
     """
 
     def __init__(self) -> None:
+        self.guessing = 0
         self._decode = _Costs(3)
         self._prefill = _Costs(3)
         self._drafts = _Costs(3)
@@ -92,6 +96,7 @@ class StepTimes:
             self._longest = max(self._longest, load.tokens)
             self._learn(load, seconds)
         elif load.drafts:
+            self.guessing += 1
             self._learn(load, seconds)
         else:
             # Learned when somebody asks: most steps only decode, and then nobody does.

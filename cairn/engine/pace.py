@@ -14,6 +14,8 @@ DRIFT = 0.98
 """Decay with each step without drafts, so that a row that stopped drafting tries again."""
 RETRY = 256
 """Steps in a row that are refused by their cost alone; then one is run to measure it again."""
+LEARNED = 8
+"""Steps with guesses that run whatever they seem to cost: the first ones capture graphs."""
 
 
 @dataclass(slots=True)
@@ -37,16 +39,22 @@ class Pace:
         step = self.times.decode_seconds(load)
         if step <= 0.0:
             return []
-        found = []
+        found, tries = [], self._tries
         for request in requests:
             own = Load(drafts=self.drafts, drafts_context=self.drafts * request.planned)
             longer = self.times.draft_seconds(own, begin=False)
-            if expected(request, self.drafts) * step >= load.rows * longer:
+            if tries or expected(request, self.drafts) * step >= load.rows * longer:
                 found.append(request)
             else:
                 request.right *= DRIFT
                 request.tried *= DRIFT
+        self.refused += not found
         return found
+
+    @property
+    def _tries(self) -> bool:
+        """Whether a step with guesses should run to measure what it costs."""
+        return self.times.guessing < LEARNED or self.refused > RETRY
 
     def pays(self, found: Mapping[Request, Sequence[int]], load: Load) -> bool:
         """Whether these guesses pay together; if not, none of them should run."""
@@ -54,10 +62,10 @@ class Pace:
         context = sum(len(guesses) * request.planned for request, guesses in found.items())
         longer = self.times.draft_seconds(Load(drafts=count, drafts_context=context))
         gain = sum(expected(request, len(guesses)) for request, guesses in found.items())
-        self.refused += 1
-        if gain * self.times.decode_seconds(load) >= load.rows * longer or self.refused > RETRY:
+        if self._tries or gain * self.times.decode_seconds(load) >= load.rows * longer:
             self.refused = 0
             return True
+        self.refused += 1
         for request in found:
             request.right *= DRIFT
             request.tried *= DRIFT

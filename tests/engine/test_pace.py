@@ -56,8 +56,25 @@ def test_what_has_stopped_is_tried_again():
     steps = next(n for n in range(1000) if found.candidates([one], load))
     assert 20 < steps < 200
     dear, load = pace(1, 50.0)
-    tries = [dear.pays({one: [0] * DRAFTS}, load) for _ in range(2 * RETRY + 2)]
+    tries = [
+        bool(dear.candidates([one], load)) and dear.pays({one: [0] * DRAFTS}, load)
+        for _ in range(2 * RETRY + 4)
+    ]
     assert sum(tries) == 2
+
+
+def test_the_first_steps_with_guesses_capture_graphs_and_stop_nobody():
+    times, load = StepTimes(), Load(rows=1)
+    times.observe(load, 0.01)
+    found, one, ran = Pace(times, DRAFTS), request(), 0
+    for _ in range(100):
+        if found.candidates([one], load) and found.pays({one: [0] * DRAFTS}, load):
+            ran += 1
+            learn(one, DRAFTS, DRAFTS)
+            times.observe(Load(rows=1, drafts=DRAFTS), 1.0 if ran == 1 else 0.014)
+        else:
+            times.observe(load, 0.01)
+    assert ran == 100
 
 
 def test_steps_with_guesses_are_learned_apart():

@@ -290,7 +290,7 @@ def run_chunks(
     weights, scores = (gpu.empty((tokens, heads, CHUNK), dtype, device) for _ in range(2))
     factors = gpu.empty((tokens, heads, 4), torch.float32, device)
     decays = gpu.empty((most, heads), torch.float32, device)
-    block, warps, stages = tuning.carry(of.count * heads, high, dtype)
+    block, warps, stages = tuning.carry(of.count * heads, high)
     common = {
         "q": rule.q,
         "k": rule.k,
@@ -331,7 +331,6 @@ def run_chunks(
             BLOCK_V=gpu.next_power_of_2(high),
             NORMALISED=rule.normalised,
             RAW=rule.a_log is not None,
-            ROWS=tuning.CHUNK_ROWS,
             num_warps=tuning.CHUNK_WARPS,
         )
     carry_kernel[(heads * -(-high // block), of.count)](

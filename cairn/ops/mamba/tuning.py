@@ -8,11 +8,8 @@ CONV_TOKENS, CONV_CHANNELS, CONV_WARPS = 32, 128, 4
 """Tokens, channels and warps of a program of `conv_tokens_kernel`."""
 CONV_EACH, CONV_EACH_WARPS = 256, 4
 """Channels and warps of a program of `conv_sequences_kernel`."""
-CHUNKS_ON_CUDA = False
-"""Whether a GPU runs long sequences in chunks. Off: on an H200 these kernels made an illegal memory
-access whose cause is not known, so tokens run one after the other."""
-CHUNK_WARPS, CHUNK_ROWS = 4, False
-"""Warps of a program of one chunk, and whether it inverts the small triangular blocks by rows."""
+CHUNK_WARPS = 4
+"""Warps of a program of one chunk."""
 TABLE = 64
 """Entries of the table of chunks that a program writes."""
 BUSY = 128
@@ -22,7 +19,7 @@ BUSY = 128
 def in_chunks(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether long sequences run in chunks on a device; the interpreter's is a CPU. On a GPU those
     in float32 do not: without tensor cores these kernels take minutes to compile."""
-    return device.type != "cuda" or (CHUNKS_ON_CUDA and dtype != torch.float32)
+    return device.type != "cuda" or dtype != torch.float32
 
 
 def recurrent(high: int, wide: int) -> tuple[int, int]:
@@ -31,9 +28,8 @@ def recurrent(high: int, wide: int) -> tuple[int, int]:
     return rows, min(8, max(1, rows * wide // 1024))
 
 
-def carry(states: int, high: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Columns of a state [K, high] that a program holds, its warps, and how many chunks ahead it
-    loads."""
+def carry(states: int, high: int) -> tuple[int, int, int]:
+    """Columns of a state [K, high] that a program holds, its warps, and the stages of its loop over
+    chunks: at least 2, for with 1 Triton 3.6 reads shared memory that there is not."""
     most = 64 if states >= BUSY else 32
-    block = max(16, min(most, 1 << (high - 1).bit_length()))
-    return (block, 4, 2) if dtype != torch.float32 else (min(block, 32), 4, 1)
+    return max(16, min(most, 1 << (high - 1).bit_length())), 4, 2

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from cairn import ops
-from cairn.ops.mamba import tuning
 from cairn.ops.mamba.gated_delta_rule_rows import gated_delta_rule_rows
 from cairn.ops.mamba.recurrence import CHUNK, FEW
 
@@ -95,14 +94,7 @@ def test_cuts_at_borders_of_chunks_change_no_bit(
     assert torch.equal(whole.conv[1], parts.conv[1])
 
 
-@pytest.fixture
-def in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU runs long sequences in chunks, which is not the default there."""
-    monkeypatch.setattr(tuning, "CHUNKS_ON_CUDA", True)
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [(3 * CHUNK + 20,), (40, 3 * CHUNK, 2 * CHUNK + 9) * 20])
 def test_chunks_on_a_gpu_give_what_tokens_give(

@@ -18,8 +18,6 @@ from __future__ import annotations
 from cairn.ops.gpu import constant, tl, triton
 from cairn.ops.mamba.kernels.recurrent import FEW, GRID, log_decay, sigmoid
 
-INNER = constant(16)
-"""Blocks of this size are inverted row by row, larger ones out of these."""
 FACTORS = constant(4)
 """Numbers of a token and head that `chunk_kernel` leaves for `carry_kernel`: beta; beta e^G l;
 scale e^G l; e^(G_n - G) l."""
@@ -68,40 +66,13 @@ def chunk_table_kernel(
 
 
 @triton.jit
-def inverse_by_rows(a):
-    """(I + the blocks of INNER x INNER on the diagonal of a [64, 64])^-1."""
-    outer: tl.constexpr = GRID // INNER
+def inverse(a):
+    """(I + a)^-1 of a [64, 64] that has nothing on the diagonal and above, from blocks of 2 x 2 on.
+    Of two inverted blocks side by side on the diagonal, what is below them is -T A T."""
     i = tl.arange(0, GRID)
-    block = i // INNER
-    own = tl.reshape(
-        tl.where(block[:, None] == block[None, :], a, 0.0), (outer, INNER, outer, INNER)
-    )
-    part = tl.sum(own, 2)
-    j = tl.arange(0, INNER)
-    found = tl.where(j[:, None] == j[None, :], 1.0, 0.0)[None] + tl.zeros_like(part)
-    for n in range(1, INNER):
-        here = (j == n)[None, :, None]
-        row = tl.sum(tl.where(here, part, 0.0), 1)
-        change = tl.sum(row[:, :, None] * found, 1)
-        found = tl.where(here, found - change[:, None, :], found)
-    x = tl.arange(0, outer)
-    same = (x[:, None] == x[None, :])[:, None, :, None]
-    return tl.reshape(tl.where(same, found[:, :, None, :], 0.0), (GRID, GRID))
-
-
-@triton.jit
-def inverse(a, ROWS: tl.constexpr):
-    """(I + a)^-1 of a [64, 64] that has nothing on the diagonal and above. Of two inverted blocks
-    side by side on the diagonal, what is below them is -T A T. ROWS: blocks of INNER x INNER are
-    inverted row by row; else those of 2 x 2 are the first."""
-    i = tl.arange(0, GRID)
-    first: tl.constexpr = 4 if ROWS else 1
-    if ROWS:
-        t = inverse_by_rows(a)
-    else:
-        pair = (i[:, None] // 2 == i[None, :] // 2) & (i[:, None] > i[None, :])
-        t = tl.where(i[:, None] == i[None, :], 1.0, tl.where(pair, -a, 0.0))
-    for level in tl.static_range(first, 6):
+    pair = (i[:, None] // 2 == i[None, :] // 2) & (i[:, None] > i[None, :])
+    t = tl.where(i[:, None] == i[None, :], 1.0, tl.where(pair, -a, 0.0))
+    for level in tl.static_range(1, 6):
         inner, wider = i >> level, i >> (level + 1)
         lower = (inner[:, None] > inner[None, :]) & (wider[:, None] == wider[None, :])
         below = tl.dot(tl.where(lower, a, 0.0), t)
@@ -115,14 +86,14 @@ def chunk_kernel(
     tokens, count, length, scale, beta, threshold, q_token, q_head, k_token, k_head,
     a_token, b_token, HEADS: tl.constexpr, EACH: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr, RAW: tl.constexpr,
-    FEW_APART: tl.constexpr, ROWS: tl.constexpr,
+    FEW_APART: tl.constexpr,
 ):  # fmt: skip
     """What one chunk does in one value head: T, P and the factors; behind all sequences o = 0.
 
     RAW: a and b are projections; else the logarithm of the decay and the strength. FEW_APART: of
-    sequences of more than FEW tokens a last chunk of up to FEW is left out, others are whole. ROWS:
-    as of `inverse`. table: as of `chunk_table_kernel`. weights, scores: [T, HEADS, 64], rows of T
-    and P. factors: [T, HEADS, FACTORS]. decays: [chunks, HEADS], e^(G_n).
+    sequences of more than FEW tokens a last chunk of up to FEW is left out, others are whole.
+    table: as of `chunk_table_kernel`. weights, scores: [T, HEADS, 64], rows of T and P. factors:
+    [T, HEADS, FACTORS]. decays: [chunks, HEADS], e^(G_n).
     """
     program, head = tl.program_id(0), tl.program_id(1)
     all_end = count * length if starts is None else tl.load(starts + count).to(tl.int32)
@@ -169,7 +140,7 @@ def chunk_kernel(
     grown = tl.exp(total.to(tl.float32))
     products = tl.dot(key, tl.trans(key))
     below = i[:, None] > i[None, :]
-    t = inverse(tl.where(below, (strength * k_length)[:, None] * products * d, 0.0), ROWS)
+    t = inverse(tl.where(below, (strength * k_length)[:, None] * products * d, 0.0))
     products = tl.dot(query, tl.trans(key))
     p = (scale * q_length)[:, None] * products * d
     rows = (token * HEADS + head)[:, None] * GRID + i[None, :]
