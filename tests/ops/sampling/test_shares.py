@@ -46,6 +46,16 @@ CASES: dict[str, tuple[Tensor, float, float]] = {
     "a share of few that is not small": (logits() * 6, 0.9, 0.02),
 }
 
+ALIKE = {
+    "the largest",
+    "equal ones of few lines",
+    "more lines than are looked at",
+    "nearly all",
+    "what is not small, few",
+    "a share of few that is not small",
+}
+"""Cases that take the ways of others."""
+
 
 def kept_of(rows: Tensor, share: float, least: float) -> Tensor:
     """What the filters keep of softmax, float64, largest first: of equal ones the first ones."""
@@ -74,7 +84,13 @@ def _on_memory_that_holds_something(launches: None, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("programs", [pytest.param(1, marks=pytest.mark.slow), TUNING.programs])
-@pytest.mark.parametrize(("rows", "share", "least"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("rows", "share", "least"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name in ALIKE else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_tokens_are_those_of_what_is_kept(
     rows: Tensor, share: float, least: float, programs: int, device: str,
     tuned: Tuned,
