@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -212,9 +214,10 @@ def test_a_secret_is_shared_or_nothing_is(
     settled(first)
 
 
-def test_aborts_leak_nothing(pair: tuple[Built, Built, Built]) -> None:
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_aborts_leak_nothing(pair: tuple[Built, Built, Built], count: int) -> None:
     first, second, alone = pair
-    for number in range(12):
+    for number in range(count):
         prompt = prompt_of(alone)
         given = prefilled(first, prompt)
         done = second.core.add(f"abort {number}", prompt, greedy(4), transfer=given)
@@ -224,6 +227,49 @@ def test_aborts_leak_nothing(pair: tuple[Built, Built, Built]) -> None:
         while second.core.has_work:
             second.core.step()
     settled(first)
+    settled(second)
+
+
+ASKS = """
+import sys, time
+from cairn.engine.transfer.wire import *
+host, port, model, ticket, names = sys.argv[1:]
+connection = socket.socket()
+connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+connection.connect((host, int(port)))
+wanted = [(0, bytes.fromhex(name)) for name in names.split(",")]
+send_frame(connection, Ask(VERSION, bytes.fromhex(model), bytes.fromhex(ticket), wanted), b"")
+print("asked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_that_is_killed_while_it_takes_pages_holds_nothing(
+    pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, alone = pair
+    core, prompt = first.core, prompt_of(alone)
+    given = prefilled(first, prompt)
+    tickets = core.transfers._tickets
+    name = bytes.fromhex(given.remote_request_id)
+    # More than the system keeps of a connection that nobody reads.
+    names = [key.hex() for kind, key in tickets._open[name].records if kind == PAGE] * 40
+    told = ["127.0.0.1", str(given.remote_port), core.cache.host.root.hex(), name.hex()]
+    process = subprocess.Popen(
+        [sys.executable, "-c", ASKS, *told, ",".join(names)], stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"asked\n"
+    time.sleep(0.2)
+    core.transfers.poll()
+    assert tickets._open[name].used and any(slots.held for slots in core.cache.host.slots)
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    settled(first)
+    assert time.monotonic() - began < 5
+    # The next one is served.
+    (done,) = serve(second, prompt, greedy(2), prefilled(first, prompt))
+    assert done.request.cached == len(prompt) - 3
     settled(second)
 
 
