@@ -23,6 +23,7 @@ from cairn.specs.experts import Balance, ExpertOptions, resolve_experts
 from cairn.specs.kv_format import FP4_E2M1, FP8_E4M3, KV_FORMATS
 from cairn.specs.media import MediaLimits, MediaOptions, media_model, resolve_media
 from cairn.specs.model import ModelSpec
+from cairn.specs.nodes import NodeOptions, Nodes, resolve_nodes
 from cairn.specs.options import MixerOptions, resolve_mixers
 from cairn.specs.quantization import QuantizationSpec
 from cairn.specs.speculation import NEXTN, Speculation, SpeculativeOptions, resolve_speculation
@@ -47,12 +48,17 @@ def default_model_path() -> Path:
 @checked_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions(
-    ExpertOptions, DisaggregationOptions, SpeculativeOptions, MixerOptions, MediaOptions
+    NodeOptions,
+    ExpertOptions,
+    DisaggregationOptions,
+    SpeculativeOptions,
+    MixerOptions,
+    MediaOptions,
 ):
     """What the user asked for; None or "auto" leaves the choice to `resolve`.
 
-    Options of single mixers, of speculative decoding, of images, of disaggregation and of experts
-    are inherited: each is declared and resolved where its mixer is, or in `cairn.specs`.
+    Options of single mixers, of speculative decoding, of images, of disaggregation, of experts and
+    of nodes are inherited: each is declared and resolved where its mixer is, or in `cairn.specs`.
 
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
@@ -152,7 +158,7 @@ class EngineConfig:
     `model` is the model with the options of its mixers applied.
     `itl_target_ms` is None where no target was given: chunks then keep their size.
     `speculation` is None where no next tokens are guessed, `balance` where experts stay in their
-    places.
+    places, `nodes` where all ranks are on this host.
     One of `kv_cache_memory` and `gpu_memory_utilization` is None: the other one sizes the pages,
     whose number and the longest sequence are settled by the memory plan.
     """
@@ -176,11 +182,17 @@ class EngineConfig:
     kv_host_tier: bool = False
     tensor_parallel_size: int = 1
     balance: Balance | None = None
+    nodes: Nodes | None = None
     disaggregation: Disaggregation | None = None
     speculation: Speculation | None = None
     media: MediaLimits = field(default_factory=MediaLimits)
     choices: tuple[Choice, ...] = field(default=())
     warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of this host."""
+        return self.tensor_parallel_size // (1 if self.nodes is None else self.nodes.count)
 
 
 def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> EngineConfig:
@@ -225,6 +237,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         disable_overlap_schedule=options.disable_overlap_schedule,
         tensor_parallel_size=options.tensor_parallel_size,
         balance=balance,
+        nodes=resolve_nodes(options, options.tensor_parallel_size, os.environ),
         kv_host_memory=(host_memory := _resolve_host_memory(options)),
         kv_host_tier=_resolve_host_tier(options, model),
         disaggregation=resolve_disaggregation(options, host_memory, os.environ),

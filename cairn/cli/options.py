@@ -14,6 +14,7 @@ from cairn.errors import BadRequest
 from cairn.specs.disaggregation import disaggregation_options
 from cairn.specs.experts import expert_options
 from cairn.specs.media import media_options
+from cairn.specs.nodes import node_options
 from cairn.specs.options import mixer_options
 from cairn.specs.speculation import speculative_options
 from cairn.types import Grammar, SamplingParams
@@ -139,6 +140,7 @@ DECLARED = (
     *media_options(),
     *disaggregation_options(),
     *expert_options(),
+    *node_options(),
 )
 """Options that say themselves what a command line needs of them."""
 

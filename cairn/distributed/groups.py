@@ -15,10 +15,18 @@ class Group:
         rank: its number.
         size: how many there are.
         ranks: a process group of torch.distributed; None where `size` is 1.
+        here: number of the rank among those of its host, and how many these are; None: all are.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, ranks: Any = None) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        ranks: Any = None,
+        here: tuple[int, int] | None = None,
+    ) -> None:
         self.rank, self.size, self._ranks = rank, size, ranks
+        self.local, self.size_here = here or (rank, size)
 
     @property
     def alone(self) -> bool:

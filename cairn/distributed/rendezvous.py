@@ -20,9 +20,9 @@ STEP = timedelta(seconds=600)
 """In which a collective must be over: a rank may compile kernels in front of one."""
 
 
-def hold_store() -> Any:
+def hold_store(host: str = LOOPBACK) -> Any:
     """The store of rank 0. The system chooses its port, so that none can be taken."""
-    return dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=START)
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=START)
 
 
 def join_store(host: str, port: int) -> Any:
@@ -30,16 +30,28 @@ def join_store(host: str, port: int) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=START)
 
 
-def group_of(store: Any, rank: int, size: int, device: torch.device) -> Group:
-    """The group of all ranks; returns when all of them have called it."""
+def group_of(
+    store: Any,
+    rank: int,
+    size: int,
+    device: torch.device,
+    address: str = LOOPBACK,
+    here: tuple[int, int] | None = None,
+) -> Group:
+    """The group of all ranks; returns when all of them have called it.
+
+    Args:
+        address: of this host, at which other ranks reach this one.
+        here: see `Group`.
+    """
     shared = dist.PrefixStore("group", store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = START
-        return Group(rank, size, dist.ProcessGroupNCCL(shared, rank, size, options))
+        return Group(rank, size, dist.ProcessGroupNCCL(shared, rank, size, options), here)
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = START
     ranks = dist.ProcessGroupGloo(shared, rank, size, options)
     ranks._set_default_timeout(STEP)
-    return Group(rank, size, ranks)
+    return Group(rank, size, ranks, here)

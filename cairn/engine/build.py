@@ -44,7 +44,7 @@ from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.engine.transfer.build import listen, model_key, transfers
 from cairn.engine.transfer.sender import Listener
 from cairn.engine.trees import Trees
-from cairn.errors import BadConfig
+from cairn.errors import BadConfig, EngineDead
 from cairn.models.registry import load_model, load_spec, measure_weights
 from cairn.models.sharding import local
 from cairn.ops.compile_loops import compile_loops
@@ -105,7 +105,7 @@ def build(
     model: Path,
     options: EngineOptions,
     on_phase: Callable[[str], object] = lambda name: None,
-    start: Callable[[int, torch.device], Ranks] = Ranks,
+    start: Callable[[EngineConfig], Ranks] | None = None,
 ) -> Built:
     """Load a model folder and set an engine up around it.
 
@@ -115,7 +115,7 @@ def build(
         on_phase: called with "weights", "profile" (on a GPU, unless `kv_cache_memory` fixes the
             pages: steps of all sizes have been run and measured), "pages" and "tokenizer" when
             each is there.
-        start: starts the other ranks of so many, where there are several.
+        start: starts the other ranks, where there are several; None: `ranks_of`.
 
     Raises:
         BadModel: the folder cannot be served.
@@ -130,6 +130,11 @@ def build(
         torch.cuda.set_device(config.device)
     # Refused before any process is started.
     local(config.model, size)
+    if config.nodes is not None and config.nodes.number:
+        raise BadConfig(
+            f"node_rank is {config.nodes.number}, but node 0 has the engine",
+            "Start `cairn serve` with it, which serves the ranks of this host",
+        )
     listener = listen(config)
     if size == 1:
         loaded = load_runner(model, options, config, ALONE, on_phase)
@@ -138,17 +143,25 @@ def build(
         return built
     check_devices(config)
     if config.device == "cpu":
-        torch.set_num_threads(min(torch.get_num_threads(), threads_of_rank(size)))
-    ranks = start(size, torch.device(config.device))
+        torch.set_num_threads(min(torch.get_num_threads(), threads_of_rank(config.ranks_here)))
+    ranks = (start or ranks_of)(config)
     with ranks.explained():
         ranks.load(model, settled(options, config))
         loaded = load_runner(model, options, config, ranks.group, on_phase)
         return _assemble(model, config, loaded, ranks, on_phase)
 
 
+def ranks_of(
+    config: EngineConfig, on_death: Callable[[EngineDead], object] = lambda error: None
+) -> Ranks:
+    """Start the other ranks; see `Ranks`."""
+    size, device = config.tensor_parallel_size, torch.device(config.device)
+    return Ranks(size, device, on_death, config.nodes)
+
+
 def check_devices(config: EngineConfig) -> None:
-    """Raise BadConfig if there are fewer GPUs than ranks."""
-    device, size = torch.device(config.device), config.tensor_parallel_size
+    """Raise BadConfig if there are fewer GPUs here than ranks."""
+    device, size = torch.device(config.device), config.ranks_here
     count = torch.cuda.device_count() - (device.index or 0)
     if device.type == "cuda" and size > count:
         raise BadConfig(
@@ -199,8 +212,8 @@ def load_runner(
     if group.rank == 0:
         announce(config.choices, config.warnings)
     if not on_gpu:
-        begin_on_cpu(memory, group.size)
-    check_host_cache(config, schema, memory, free_host_memory() // group.size)
+        begin_on_cpu(memory, group.size_here)
+    check_host_cache(config, schema, memory, free_host_memory() // group.size_here)
     random_seed = config.seed if config.load_format == "random" else None
     module = load_model(model, config.model, dtype, device, random_seed=random_seed, group=group)
     on_phase("weights")
@@ -278,7 +291,7 @@ def device_of(config: EngineConfig, group: Group) -> torch.device:
     device = torch.device(config.device)
     if device.type == "cpu" or group.alone:
         return device
-    return torch.device("cuda", (device.index or 0) + group.rank)
+    return torch.device("cuda", (device.index or 0) + group.local)
 
 
 def guess(core: EngineCore, config: EngineConfig) -> None:

@@ -159,10 +159,9 @@ def _serve(
         began = now
 
     options = placed(launch)
-    from cairn.engine.build import build
+    from cairn.engine.build import build, ranks_of
     from cairn.engine.faults import FaultyExecutor, faults_of
     from cairn.engine.loop import EngineLoop
-    from cairn.engine.ranks import Ranks
     from cairn.engine.warmup import warm_up
 
     def rank_ended(error: EngineDead) -> None:
@@ -171,7 +170,7 @@ def _serve(
 
     faults = faults_of(os.environ)
     phase_ended("import")
-    start = functools.partial(Ranks, on_death=rank_ended)
+    start = functools.partial(ranks_of, on_death=rank_ended)
     built = build(Path(launch.model), options, phase_ended, start)
     warm_up(built)
     phase_ended("warmup")

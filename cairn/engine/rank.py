@@ -1,7 +1,8 @@
-"""The process of a rank above 0: `python -m cairn.engine.rank HOST PORT RANK SIZE DEVICE`.
+"""The process of a rank above 0: `python -m cairn.engine.rank HOST PORT DEVICE SEAT`.
 
-HOST and PORT are of the store that rank 0 holds. On the standard input come orders
-(`cairn.runner.orders`), each behind its length. It ends with the input.
+HOST and PORT are of the store that rank 0 holds, SEAT is a `cairn.engine.ranks.Seat` in JSON. On
+the standard input come orders (`cairn.runner.orders`), each behind its length. It ends with the
+input.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from cairn.config import resolve
 from cairn.distributed.groups import Group
-from cairn.distributed.rendezvous import group_of, join_store
+from cairn.distributed.rendezvous import join_store
 from cairn.engine.build import load_runner, this_machine
-from cairn.engine.ranks import ERROR, PHASE
+from cairn.engine.ranks import ERROR, PHASE, Seat
 from cairn.models.registry import load_spec
 from cairn.obs.log import configure, get_logger
 from cairn.runner.executor import Follower
@@ -31,21 +33,22 @@ log = get_logger("cairn.engine.rank")
 
 def main() -> None:
     """Entry point of the process; never returns."""
-    host, port, number, size, device = sys.argv[1:]
+    host, port, device, text = sys.argv[1:]
+    seat = msgspec.json.decode(text, type=Seat)
     # Signals to the whole group are for rank 0 to handle.
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     configure(None)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=read, args=(frames,), name="orders", daemon=True).start()
-    rank, store = int(number), join_store(host, int(port))
+    rank, store = seat.rank, join_store(host, int(port))
     code = 0
     try:
         store.set(f"{PHASE}/{rank}", "started")
-        kind = torch.device(device, rank) if device == "cuda" else torch.device(device)
+        kind = torch.device(device, seat.local) if device == "cuda" else torch.device(device)
         if kind.type == "cuda":
             torch.cuda.set_device(kind)
-        follow(frames, group_of(store, rank, int(size), kind), store)
+        follow(frames, seat.group(store, kind), store)
     except BaseException as error:
         log.error("rank %d ends", rank, exc_info=error)
         store.set(f"{ERROR}/{rank}", " ".join(f"{error or type(error).__name__}".split()))

@@ -1,4 +1,4 @@
-"""The ranks above 0 on this host: processes that rank 0 starts, tells what to run, and ends.
+"""The ranks above 0: processes that rank 0 starts, or another node, tells what to run, and ends.
 
 Orders go through the standard input of each. Its end is the end of rank 0, however that came about,
 and the process with it: none is left behind.
@@ -18,13 +18,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from cairn.config import EngineOptions
 from cairn.distributed.groups import Group
 from cairn.distributed.rendezvous import LOOPBACK, START, group_of, hold_store
+from cairn.engine.nodes import Link, Meeting
 from cairn.errors import BadConfig, EngineDead
 from cairn.runner.orders import FRAME, OrderWriter
+from cairn.specs.nodes import Nodes
 
 WATCHED_EVERY = 0.2
 """Seconds between two looks at the processes."""
@@ -34,19 +37,106 @@ ERROR, PHASE = "error", "phase"
 """Keys of the store, each with a rank behind it: why it ended, and what it has done."""
 
 
+class Seat(msgspec.Struct, frozen=True):
+    """The place of a rank.
+
+    Attributes:
+        rank, ranks: its number, and how many there are.
+        local, here: its number among those of its host, and how many these are.
+        address: of its host, for other ranks.
+    """
+
+    rank: int
+    ranks: int
+    local: int
+    here: int
+    address: str = LOOPBACK
+
+    def group(self, store: Any, device: torch.device) -> Group:
+        """The group of all ranks; see `group_of`."""
+        here = self.local, self.here
+        return group_of(store, self.rank, self.ranks, device, self.address, here)
+
+
+class RankProcess:
+    """The process of a rank on this host.
+
+    Args:
+        seat: of the rank.
+        host, port: of rank 0's store.
+        device: kind of device.
+
+    Raises:
+        BadConfig: it cannot be started.
+    """
+
+    def __init__(self, seat: Seat, host: str, port: int, device: str) -> None:
+        self.rank = seat.rank
+        # Threads of all ranks together are those of the machine.
+        threads = os.environ.get("OMP_NUM_THREADS", str(threads_of_rank(seat.here)))
+        arguments = [host, str(port), device, msgspec.json.encode(seat).decode()]
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "cairn.engine.rank", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env=os.environ | {"OMP_NUM_THREADS": threads},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BadConfig(
+                f"the process of rank {seat.rank} cannot be started: {error}",
+                "Check the limits of processes",
+            ) from error
+
+    def send(self, frame: bytes) -> None:
+        """Tell it. Raises OSError if it is gone."""
+        stdin = self.process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(frame)
+            stdin.flush()
+        except ValueError as error:
+            raise BrokenPipeError(str(error)) from None
+
+    def death(self, store: Any) -> EngineDead | None:
+        """How it ended, by its own word in the store if it left one; None: it runs."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        if store is not None and store.check([f"{ERROR}/{self.rank}"]):
+            told = store.get(f"{ERROR}/{self.rank}").decode()
+            return EngineDead(f"rank {self.rank}: {told}")
+        if code >= 0:
+            return EngineDead(
+                f"the process of rank {self.rank} ended with exit code {code}",
+                "Look at its last log lines",
+            )
+        hint = "Start the engine again"
+        if -code == signal.SIGKILL:
+            hint = (
+                "If the machine ran out of memory (dmesg tells), lower kv_cache_memory "
+                "(--kv-cache-memory)"
+            )
+        name = signal.Signals(-code).name
+        return EngineDead(f"the process of rank {self.rank} was killed by {name}", hint)
+
+
 class Ranks:
-    """Processes of ranks 1, 2, ...; returns when all have come.
+    """The ranks above 0: processes of this host, and those of other nodes; returns when all have
+    come.
 
     Args:
         size: of the group, this process included.
         device: of rank 0.
-        on_death: called by a thread of this object when one of the processes is gone, once.
+        on_death: called by a thread of this object when a rank is gone, once.
+        nodes: of which this one is number 0; None: all ranks are here.
 
     Attributes:
         group: this process among them.
 
     Raises:
-        BadConfig: no process can be started.
+        BadConfig: no process can be started, or the port at which nodes meet is taken.
         EngineDead: one has ended, or has not come in time.
     """
 
@@ -55,19 +145,28 @@ class Ranks:
         size: int,
         device: torch.device,
         on_death: Callable[[EngineDead], object] = lambda error: None,
+        nodes: Nodes | None = None,
     ) -> None:
         self.size = size
         self.orders = OrderWriter()
-        self._store, self._on_death = hold_store(), on_death
+        meeting = None if nodes is None else Meeting(nodes)
+        host = LOOPBACK if nodes is None else nodes.host
+        self._store, self._on_death = hold_store(host), on_death
         self._ended, self._failing = threading.Event(), threading.Lock()
         self._reason: EngineDead | None = None
-        self._processes = [self._spawn(rank, device) for rank in range(1, size)]
+        here = size // (1 if nodes is None else nodes.count)
+        local = nodes.local if nodes is not None and nodes.launched else (0, here)
+        seats = [Seat(rank, size, local[0] + rank, local[1], host) for rank in range(here)]
+        self._local = [self._spawn(seat, host, device.type) for seat in seats[1:]]
+        self._links: list[Link] = []
         # Also where nobody calls `close`.
-        self._end = weakref.finalize(self, _end, self._processes)
+        self._end = weakref.finalize(self, _end, self._local, self._links)
         try:
-            self._await_all()
+            if meeting is not None:
+                self._links += meeting.accept(self._store.port, size, device.type)
+            self._await_all(START.total_seconds() if nodes is None else nodes.seconds)
             with self.explained():
-                self.group: Group = group_of(self._store, 0, size, device)
+                self.group: Group = seats[0].group(self._store, device)
         except BaseException:
             self.close()
             raise
@@ -81,12 +180,11 @@ class Ranks:
     def send(self, order: bytes) -> None:
         """Tell all of them. Raises EngineDead if one is gone."""
         frame = FRAME.pack(len(order)) + order
-        for process in self._processes:
-            assert process.stdin is not None
+        told: list[RankProcess | Link] = [*self._local, *self._links]
+        for each in told:
             try:
-                process.stdin.write(frame)
-                process.stdin.flush()
-            except (OSError, ValueError):
+                each.send(frame)
+            except OSError:
                 raise self.reason() or EngineDead("the ranks have been ended") from None
 
     def reason(self) -> EngineDead | None:
@@ -96,10 +194,24 @@ class Ranks:
         deadline = time.monotonic() + 1.0
         # A connection breaks a moment before the process is gone.
         while time.monotonic() < deadline:
-            for rank, process in enumerate(self._processes, 1):
-                if process.poll() is not None:
-                    return self._death(rank, process.returncode)
+            if (found := self._gone()) is not None:
+                return found
             time.sleep(0.01)
+        return None
+
+    def _gone(self) -> EngineDead | None:
+        """Why a rank is gone; None: all are there."""
+        deaths = (process.death(self._store) for process in self._local)
+        # What a rank of another node said itself tells more than the end of its process.
+        said = (self._said(link) or link.reason for link in self._links if link.reason)
+        return next(filter(None, (*deaths, *said)), None)
+
+    def _said(self, link: Link) -> EngineDead | None:
+        here = self.size // (len(self._links) + 1)
+        for rank in range(link.node * here, (link.node + 1) * here):
+            if self._store.check([f"{ERROR}/{rank}"]):
+                told = self._store.get(f"{ERROR}/{rank}").decode()
+                return EngineDead(f"rank {rank} (node {link.node}): {told}")
         return None
 
     @contextlib.contextmanager
@@ -132,65 +244,33 @@ class Ranks:
         self._ended.set()
         self._end()
 
-    def _spawn(self, rank: int, device: torch.device) -> subprocess.Popen[bytes]:
-        arguments = [LOOPBACK, self._store.port, rank, self.size, device.type]
-        # Threads of all ranks together are those of the machine.
-        threads = os.environ.get("OMP_NUM_THREADS", str(threads_of_rank(self.size)))
-        try:
-            return subprocess.Popen(
-                [sys.executable, "-P", "-m", "cairn.engine.rank", *map(str, arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": threads},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise BadConfig(
-                f"the process of rank {rank} cannot be started: {error}",
-                "Check the limits of processes",
-            ) from error
+    def _spawn(self, seat: Seat, host: str, device: str) -> RankProcess:
+        return RankProcess(seat, host, self._store.port, device)
 
-    def _await_all(self) -> None:
+    def _await_all(self, seconds: float) -> None:
         """Wait until every rank has come to the store."""
-        deadline = time.monotonic() + START.total_seconds()
+        deadline = time.monotonic() + seconds
         absent = set(range(1, self.size))
         while absent:
             absent = {rank for rank in absent if not self._store.check([f"{PHASE}/{rank}"])}
-            for rank, process in enumerate(self._processes, 1):
-                if process.poll() is not None:
-                    raise self._death(rank, process.returncode)
+            if (gone := self._gone()) is not None:
+                raise gone
             if absent and time.monotonic() > deadline:
+                here = self.size // (len(self._links) + 1)
+                named = ", ".join(f"{rank} (node {rank // here})" for rank in sorted(absent))
+                named = named if self._links else str(sorted(absent))
                 raise EngineDead(
-                    f"ranks {sorted(absent)} have not come in {START.total_seconds():.0f} s",
+                    f"ranks {named} have not come in {seconds:.0f} s",
                     "Look at their last log lines",
                 )
             time.sleep(0.02)
 
-    def _death(self, rank: int, code: int) -> EngineDead:
-        """How a process ended."""
-        if self._store.check([f"{ERROR}/{rank}"]):
-            return EngineDead(f"rank {rank}: {self._store.get(f'{ERROR}/{rank}').decode()}")
-        if code >= 0:
-            return EngineDead(
-                f"the process of rank {rank} ended with exit code {code}",
-                "Look at its last log lines",
-            )
-        hint = "Start the engine again"
-        if -code == signal.SIGKILL:
-            hint = (
-                "If the machine ran out of memory (dmesg tells), lower kv_cache_memory "
-                "(--kv-cache-memory)"
-            )
-        name = signal.Signals(-code).name
-        return EngineDead(f"the process of rank {rank} was killed by {name}", hint)
-
     def _watch(self) -> None:
         """Say when one is gone: in a collective with it, the main thread may wait for ever."""
         while not self._ended.wait(WATCHED_EVERY):
-            for rank, process in enumerate(self._processes, 1):
-                if process.poll() is not None:
-                    self.fail(self._death(rank, process.returncode))
-                    return
+            if (gone := self._gone()) is not None:
+                self.fail(gone)
+                return
 
 
 def threads_of_rank(size: int) -> int:
@@ -198,7 +278,13 @@ def threads_of_rank(size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // size)
 
 
-def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:
+def _end(local: Sequence[RankProcess], links: Sequence[Link]) -> None:
+    for link in links:
+        link.close()
+    end_processes([each.process for each in local])
+
+
+def end_processes(processes: Sequence[subprocess.Popen[Any]]) -> None:
     """Close their inputs, which they end with, and wait."""
     for process in processes:
         if process.stdin is not None:

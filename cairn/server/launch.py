@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import os
 import resource
 import signal
 import socket
@@ -31,6 +32,7 @@ from cairn.server.loading import close, load, new_state
 from cairn.server.middleware import wrap
 from cairn.server.options import ServerOptions
 from cairn.server.report import Report, Say
+from cairn.specs.nodes import Nodes, resolve_nodes
 
 log = get_logger(__name__)
 
@@ -72,8 +74,28 @@ def serve(model: Path, engine: EngineOptions, options: ServerOptions, say: Say) 
     if engine.load_format != "random":
         read_headers(model)
     _allow_open_files()
+    nodes = resolve_nodes(engine, engine.tensor_parallel_size, os.environ)
+    if nodes is not None and options.data_parallel_size > 1:
+        raise BadConfig(
+            f"nnodes is {nodes.count} and data_parallel_size {options.data_parallel_size}, but "
+            "replicas are on one host",
+            "Start a server on each host, with a router in front",
+        )
+    if nodes is not None and nodes.number:
+        return _serve_node(nodes, options, say)
     with _listening(options) as sockets, contextlib.closing(Tracer(options.trace)) as tracer:
         return asyncio.run(_Life(model, engine, options, tracer, Report(say)).run(sockets))
+
+
+def _serve_node(nodes: Nodes, options: ServerOptions, say: Say) -> int:
+    """Run the ranks of a node above 0, which answers /health alone; see `serve_node`."""
+    from cairn.engine.node import serve_node
+
+    if nodes.launched:
+        # Several share a host, and its ports.
+        return serve_node(nodes, None, say)
+    with _bound(options.host, options.port, "--port") as listener:
+        return serve_node(nodes, listener, say)
 
 
 class _Server(uvicorn.Server):

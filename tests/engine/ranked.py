@@ -29,4 +29,4 @@ def engine(model: Path | str, size: int, **options) -> Built:
         "tensor_parallel_size": size,
     }
     given = EngineOptions(**{**defaults, **options})
-    return build(Path(model), given, start=lambda size, device: ranks(size))
+    return build(Path(model), given, start=lambda config: ranks(size))

@@ -286,8 +286,11 @@ def test_orders_come_as_they_went_and_none_is_missed() -> None:
     [("sleep 60", r"ranks \[1\] have not come"), ("false", "rank 1 ended with exit code 1")],
 )
 def test_a_rank_that_does_not_come_is_named(command, reason, monkeypatch) -> None:
-    def spawn(self, rank, device):
-        return subprocess.Popen(command.split(), stdin=subprocess.PIPE)
+    def spawn(self, seat, host, device):
+        process = object.__new__(module.RankProcess)
+        process.rank = seat.rank
+        process.process = subprocess.Popen(command.split(), stdin=subprocess.PIPE)
+        return process
 
     monkeypatch.setattr(Ranks, "_spawn", spawn)
     monkeypatch.setattr(module, "START", timedelta(seconds=0.3 if "sleep" in command else 30))
@@ -303,7 +306,7 @@ def test_a_rank_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
     ranks._on_death = told.append
     core.add("r", [1, 2, 3], greedy(20))
     core.step()
-    ranks._processes[0].kill()
+    ranks._local[0].process.kill()
     with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
         while core.has_work:
             core.step()

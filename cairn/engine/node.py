@@ -1,0 +1,128 @@
+"""A node above 0: starts the ranks of this host, passes node 0's orders on, and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from cairn.engine.nodes import BEAT_SECONDS, SILENCE_SECONDS, Beat, Died, join
+from cairn.engine.ranks import RankProcess, Seat, end_processes
+from cairn.engine.transfer.wire import receive_into, send_frame
+from cairn.errors import EngineDead
+from cairn.obs.log import get_logger
+from cairn.runner.orders import FRAME
+from cairn.specs.nodes import Nodes
+
+log = get_logger(__name__)
+
+WATCHED_EVERY = 0.2
+
+
+def serve_node(nodes: Nodes, health: socket.socket | None, say: Callable[[str], object]) -> int:
+    """Run this host's ranks until node 0 ends or a signal comes.
+
+    Args:
+        nodes: of which this one is not number 0.
+        health: a listening socket on which /health answers; None: none does.
+        say: shows one line.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        EngineDead: node 0 cannot be reached, refuses this node or is lost; a rank has ended.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    connection, welcome = join(nodes)
+    here = welcome.ranks // nodes.count
+    ranks = range(nodes.number * here, (nodes.number + 1) * here)
+    local = nodes.local if nodes.launched else (0, here)
+    own_address = connection.getsockname()[0]
+    seats = [
+        Seat(rank, welcome.ranks, local[0] + i, local[1], own_address)
+        for i, rank in enumerate(ranks)
+    ]
+    processes = [RankProcess(seat, nodes.host, welcome.store, welcome.device) for seat in seats]
+    say(f"node {nodes.number} of {nodes.count}: ranks {ranks.start} to {ranks.stop - 1}")
+    try:
+        with _answering(health):
+            return _pass_on(nodes, connection, processes, stop)
+    finally:
+        end_processes([each.process for each in processes])
+        connection.close()
+
+
+def _pass_on(
+    nodes: Nodes, connection: socket.socket, processes: list[RankProcess], stop: threading.Event
+) -> int:
+    ended = threading.Event()
+    reading = threading.Thread(target=_orders, args=(connection, processes, ended), daemon=True)
+    reading.start()
+    beaten = 0.0
+    while not stop.wait(WATCHED_EVERY):
+        for process in processes:
+            dead = process.death(None)
+            if dead is not None and not ended.is_set():
+                with contextlib.suppress(OSError):
+                    send_frame(connection, Died(dead.message, dead.hint), nodes.secret)
+                raise dead
+        if ended.is_set():
+            log.info("node 0 has ended")
+            return 0
+        if time.monotonic() - beaten > BEAT_SECONDS:
+            beaten = time.monotonic()
+            with contextlib.suppress(OSError):
+                send_frame(connection, Beat(), nodes.secret)
+    return 0
+
+
+def _orders(
+    connection: socket.socket, processes: list[RankProcess], ended: threading.Event
+) -> None:
+    """Pass orders on until node 0 is gone, or has been silent for too long."""
+    connection.settimeout(SILENCE_SECONDS)
+    head = bytearray(FRAME.size)
+    try:
+        while True:
+            receive_into(connection, memoryview(head))
+            body = bytearray(FRAME.unpack(head)[0])
+            if not body:
+                continue
+            receive_into(connection, memoryview(body))
+            for process in processes:
+                process.send(bytes(head) + body)
+    except (OSError, EngineDead):
+        ended.set()
+
+
+@contextlib.contextmanager
+def _answering(listener: socket.socket | None):  # type: ignore[no-untyped-def]
+    """Answer /health with 200 within, and everything else with 404."""
+    if listener is None:
+        yield
+        return
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    server = http.server.ThreadingHTTPServer(listener.getsockname()[:2], Handler, False)
+    server.socket.close()
+    server.socket = listener
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
