@@ -143,6 +143,7 @@ def _run(spans: Sequence[range], tokens: Tokens, state: Tensor, out: Tensor) -> 
     "triton",
     devices=gpu.DEVICES,
     when=lambda call: call.q.shape[2] <= launch.WIDEST and len(call.slots) <= launch.MOST_SEQUENCES,
+    replayed=True,
 )
 def _(call: Call) -> Tensor:
     q, k, v, a, b = (launch.in_order(x, 1) for x in (call.q, call.k, call.v, call.a, call.b))
@@ -150,10 +151,10 @@ def _(call: Call) -> Tensor:
     of = launch.Sequences(
         len(call.slots), 0, call.starts, call.slots, call.stored, call.has_initial_state, call.first
     )
-    out = gpu.empty(v.shape, v.dtype, v.device)
     if not of.count:
-        out.zero_()
-    elif call.longest <= FEW or not tuning.in_chunks(v.device, v.dtype):
+        return gpu.zeros(v.shape, v.dtype, v.device)
+    out = gpu.empty(v.shape, v.dtype, v.device)
+    if call.longest <= FEW or not tuning.in_chunks(v.device, v.dtype):
         launch.run_tokens(
             rule, call.states, dataclasses.replace(of, first=None), out, tokens=len(v)
         )
