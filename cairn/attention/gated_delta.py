@@ -142,7 +142,7 @@ class GatedDeltaBackend(AttentionBackend):
         shape = spec.value_heads, spec.value_dim, spec.key_dim
         state = RowField(STATE, shape, torch.float32)
         inputs = spec.conv_channels, spec.conv_kernel - 1
-        return LayerSchema(rows=(state, RowField(CONV, inputs, form.dtype)))
+        return LayerSchema(rows=(state, RowField(CONV, inputs, form.dtype, spec.conv_parts)))
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> GatedDeltaPlan:
         """Find where rows begin."""

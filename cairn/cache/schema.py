@@ -63,11 +63,14 @@ class RowField:
         name: unique in its layer.
         shape: of one sequence's entry.
         dtype: of the tensor.
+        pieces: sizes of the parts of the first axis that ranks divide each by itself; empty: the
+            axis is one part.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    pieces: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

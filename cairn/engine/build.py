@@ -42,6 +42,7 @@ from cairn.engine.planned_step import Limits
 from cairn.engine.ranks import Ranks, threads_of_rank
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.engine.transfer.build import listen, model_key, transfers
+from cairn.engine.transfer.joined import JoinedRecords
 from cairn.engine.transfer.sender import Listener
 from cairn.engine.trees import Trees
 from cairn.errors import BadConfig, EngineDead
@@ -148,7 +149,9 @@ def build(
     with ranks.explained():
         ranks.load(model, settled(options, config))
         loaded = load_runner(model, options, config, ranks.group, on_phase)
-        return _assemble(model, config, loaded, ranks, on_phase)
+        built = _assemble(model, config, loaded, ranks, on_phase)
+        connect(built.core, model, config, loaded, listener)
+        return built
 
 
 def ranks_of(
@@ -282,8 +285,10 @@ def connect(
     """Let the engine exchange records with others, as the options say."""
     records, host = loaded.executor.records, core.cache.host
     if config.disaggregation is not None and records is not None and host is not None:
-        host.root = model_key(model, config, loaded.schema)
-        core.transfers = transfers(config.disaggregation, core.cache, records, listener)
+        whole = cache_schema(config.model.mixers, page_format(config))
+        host.root = model_key(model, config, whole)
+        travelling = JoinedRecords(records, whole, loaded.schema) if records.memories else records
+        core.transfers = transfers(config.disaggregation, core.cache, travelling, listener)
 
 
 def device_of(config: EngineConfig, group: Group) -> torch.device:

@@ -79,7 +79,8 @@ def host_records(
     said = zip(counts, ("pages", "window pages", "states"), strict=True)
     held = ", ".join(f"{count} {name}" for count, name in said if count)
     log.info("host prefix cache: %s in %s", held, gib(config.kv_host_memory))
-    return HostRecords(pools, counts, group)
+    shared = config.disaggregation is not None and not group.alone
+    return HostRecords(pools, counts, group, shared)
 
 
 def host_cache(records: HostRecords | None, executor: Executor) -> HostCache | None:

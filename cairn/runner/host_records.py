@@ -14,6 +14,7 @@ from cairn.cache.host import STATE, Move
 from cairn.cache.pools import CachePools
 from cairn.cache.record import RecordLayout, layouts
 from cairn.distributed.groups import ALONE, Group
+from cairn.runner.shared_memory import SharedMemory
 
 BLOCK = 8 << 20
 """Bytes of records that are put together at a time."""
@@ -26,21 +27,47 @@ class HostRecords:
         pools: where records come from and go to.
         counts: places, by kind.
         group: ranks whose records are moved together.
+        shared: the memory can be mapped by other processes, see `SharedMemory`; what was moved into
+            host memory is there on all ranks when `move` returns.
+
+    Attributes:
+        memories: of all ranks, as rank 0 maps them; empty on others, and where they are not shared.
     """
 
-    def __init__(self, pools: CachePools, counts: Sequence[int], group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        pools: CachePools,
+        counts: Sequence[int],
+        group: Group = ALONE,
+        shared: bool = False,
+    ) -> None:
         self.counts, self._group = tuple(counts), group
         self.layouts = layouts(pools.schema)
         self._pools = pools
         self._device = next(iter((*pools.tensors(), *pools.states()))).device
-        self._rows = [
-            torch.empty(
-                (count, layout.nbytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-            )
-            for count, layout in zip(counts, self.layouts, strict=True)
-        ]
+        sizes = [layout.nbytes for layout in self.layouts]
+        self.memories: list[SharedMemory] = []
+        self._shared = shared
+        if shared:
+            memory = SharedMemory.new(self.counts, sizes)
+            self._rows = [torch.from_numpy(rows) for rows in memory.rows]
+            self._sums = memory.sums
+            address = torch.tensor(memory.address, device=self._device)
+            others = group.gathered(address).tolist()[1:]
+            if group.rank == 0:
+                mapped = [SharedMemory.of((pid, fd), counts, sizes) for pid, fd in others]
+                self.memories = [memory, *mapped]
+            # Open until rank 0 has mapped it.
+            group.least(0, self._device)
+            memory.close()
+        else:
+            pinned = self._device.type == "cuda"
+            self._rows = [
+                torch.empty((count, size), dtype=torch.uint8, pin_memory=pinned)
+                for count, size in zip(counts, sizes, strict=True)
+            ]
+            self._sums = [np.zeros(count, dtype=np.int64) for count in counts]
         self._bytes: list[NDArray[np.uint8]] = [rows.numpy() for rows in self._rows]
-        self._sums = [[0] * count for count in counts]
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move], into_host: bool) -> list[Move]:
@@ -56,7 +83,11 @@ class HostRecords:
                 else:
                     damaged += [move for move in block if not self.intact(kind, move.slot)]
                     self._load(kind, block)
-        return damaged if into_host else self._on_any_rank(damaged, moves)
+        if not into_host:
+            return self._on_any_rank(damaged, moves)
+        if self._shared:
+            self._group.least(0, self._device)
+        return damaged
 
     def _on_any_rank(self, damaged: Sequence[Move], moves: Sequence[Move]) -> list[Move]:
         """Which of the moves found a damaged record on this rank or on another one."""
@@ -66,21 +97,26 @@ class HostRecords:
         return [move for move, found in zip(moves, every, strict=True) if found]
 
     def record(self, kind: int, slot: int) -> memoryview:
-        """The bytes of a record, to be read or written in place."""
+        """The bytes of a record, to be written in place; `seal` follows."""
         return memoryview(self._bytes[kind][slot])
+
+    def content(self, kind: int, slot: int) -> memoryview:
+        """The bytes of a record, to be read."""
+        return self.record(kind, slot)
 
     def seal(self, kind: int, slot: int) -> int:
         """Note the checksum of the bytes that are there now; returns it."""
-        self._sums[kind][slot] = found = zlib.crc32(self._bytes[kind][slot])
+        found = zlib.crc32(self._bytes[kind][slot])
+        self._sums[kind][slot] = found
         return found
 
-    def sum_of(self, kind: int, slot: int) -> int:
-        """The checksum that was noted."""
-        return self._sums[kind][slot]
+    def sum_of(self, kind: int, slot: int) -> int | None:
+        """The checksum that was noted; None: the record is known to be damaged."""
+        return int(self._sums[kind][slot])
 
     def intact(self, kind: int, slot: int) -> bool:
         """Whether the bytes are those that were sealed."""
-        return zlib.crc32(self._bytes[kind][slot]) == self._sums[kind][slot]
+        return zlib.crc32(self._bytes[kind][slot]) == int(self._sums[kind][slot])
 
     def _store(self, kind: int, moves: Sequence[Move]) -> None:
         index = self._index(kind, moves)

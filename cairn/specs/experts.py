@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -150,17 +152,6 @@ def resolve_experts(
         notes.warn("enable_expert_parallel changes nothing on one rank")
         return model, None
     placements = _placements(options, mixtures, ranks)
-    placed = iter(placements)
-
-    def with_places(layer: LayerSpec) -> LayerSpec:
-        if not isinstance(layer.ffn, MoeFfn):
-            return layer
-        return replace(layer, ffn=replace(layer.ffn, placement=next(placed)))
-
-    layers = tuple(with_places(layer) for layer in model.layers)
-    draft = model.draft
-    if draft is not None:
-        draft = replace(draft, layer=with_places(draft.layer))
     count = len(placements[0]) // ranks
     notes.chose("experts of a rank", str(count), f"{ranks} ranks share {mixtures[0].experts}")
     balance = None
@@ -170,7 +161,24 @@ def resolve_experts(
             options.eplb_rebalance_layers_per_chunk,
         )
         balance = Balance(every, chunk)
-    return replace(model, layers=layers, draft=draft), balance
+    return _with_places(model, iter(placements)), balance
+
+
+def without_places(model: ModelSpec) -> ModelSpec:
+    """The same model, whoever has its experts."""
+    return _with_places(model, itertools.repeat(()))
+
+
+def _with_places(model: ModelSpec, placements: Iterator[tuple[int, ...]]) -> ModelSpec:
+    def placed(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.ffn, MoeFfn):
+            return layer
+        return replace(layer, ffn=replace(layer.ffn, placement=next(placements)))
+
+    layers, draft = tuple(map(placed, model.layers)), model.draft
+    if draft is not None:
+        draft = replace(draft, layer=placed(draft.layer))
+    return replace(model, layers=layers, draft=draft)
 
 
 def _layers(model: ModelSpec) -> tuple[LayerSpec, ...]:

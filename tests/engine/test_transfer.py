@@ -20,9 +20,10 @@ from cairn.engine.transfer.tickets import Tickets
 from cairn.engine.transfer.wire import Answer, send_frame
 from cairn.errors import BadConfig, BadRequest
 from cairn.types import KvTransferParams, SamplingParams
+from tests.engine import ranked
 from tests.engine.fakes import all_pages_back
-from tests.engine.harness import greedy, run, text, trace
-from tests.engine.test_families import build
+from tests.engine.harness import difference, greedy, run, text, trace
+from tests.engine.test_families import FAMILIES, build
 from tests.support import shows
 
 LANDMARKS = "landmarks and windows"
@@ -230,6 +231,39 @@ def test_aborts_leak_nothing(pair: tuple[Built, Built, Built], count: int) -> No
     settled(second)
 
 
+@shows("hils", "PD")
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        (LANDMARKS, (2, 1)),
+        (LANDMARKS, (1, 2)),
+        *(
+            pytest.param(family, ranks, marks=pytest.mark.slow)
+            for family in ("recurrent", "latent, shared selections", "recurrent with experts")
+            for ranks in ((2, 1), (1, 2))
+        ),
+    ],
+)
+def test_the_two_may_have_other_numbers_of_ranks(family: str, ranks: tuple[int, int]) -> None:
+    folder, alone = FAMILIES[family], build(family, **options(family))
+    given = options(family) | {"kv_host_memory": "4MiB"}
+    sizes = dict(zip(("prefill", "decode"), ranks, strict=True))
+    first, second = (
+        ranked.engine(folder, size, disaggregation_mode=mode, **PORT, **given)
+        for mode, size in sizes.items()
+    )
+    per_page, vocab = alone.core.cache.slots.tokens_per_page, alone.spec.vocab_size
+    for seed in (1, 2):
+        prompt = text(seed, 4 * per_page + 3, vocab)
+        (done,) = serve(second, prompt, greedy(6), prefilled(first, prompt))
+        got, wanted = trace(done, vocab), run(alone, [prompt], greedy(6))[0]
+        assert got.cached == 4 * per_page and got.tokens == wanted.tokens
+        assert difference(got.logprobs, wanted.logprobs) < 2e-4
+    assert not second.core.transfers.failures
+    settled(first)
+    settled(second)
+
+
 ASKS = """
 import sys, time
 from cairn.engine.transfer.wire import *
@@ -294,7 +328,10 @@ def test_what_cannot_be_is_refused(pair: tuple[Built, Built, Built]) -> None:
         ({"kv_host_memory": None}, "kv_host_memory gives none"),
         ({"disaggregation_transfer_backend": "nixl"}, "nixl, which is not built. Use tcp"),
         ({"disaggregation_bootstrap_port": 70000}, "disaggregation_bootstrap_port is 70000"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        (
+            {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5"},
+            "nnodes is 2, but records of several hosts",
+        ),
         (
             {"disaggregation_mode": "both", "disaggregation_bootstrap_host": "0.0.0.0"},
             "Set CAIRN_CLUSTER_SECRET",

@@ -9,14 +9,15 @@ from cairn.cache.paged import PageCache
 from cairn.cache.record import fingerprint
 from cairn.cache.schema import CacheSchema
 from cairn.config import EngineConfig
+from cairn.engine.transfer.joined import Records
 from cairn.engine.transfer.receiver import Receiver
 from cairn.engine.transfer.sender import Listener, Sender
 from cairn.engine.transfer.tickets import Tickets
 from cairn.engine.transfer.transfer import Transfers
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import has_weights, is_gguf, read_headers
-from cairn.runner.host_records import HostRecords
 from cairn.specs.disaggregation import Disaggregation
+from cairn.specs.experts import without_places
 
 COMPARED = 4096
 """Bytes at the beginning of each stored tensor that tell checkpoints apart."""
@@ -26,20 +27,19 @@ def listen(config: EngineConfig) -> Listener | None:
     """Bind the port at which others ask for records; None: nobody may.
 
     Raises:
-        BadConfig: it cannot be bound, or several ranks hold the records.
+        BadConfig: it cannot be bound, or several hosts hold the records.
     """
     asked = config.disaggregation
-    if asked is not None and config.tensor_parallel_size > 1:
+    if asked is not None and config.nodes is not None:
         raise BadConfig(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, but records of several ranks "
-            "do not travel yet",
-            "Leave --tensor-parallel-size or --disaggregation-mode out",
+            f"nnodes is {config.nodes.count}, but records of several hosts do not travel",
+            "Leave --nnodes or --disaggregation-mode out",
         )
     return Listener(asked) if asked is not None and asked.sends else None
 
 
 def transfers(
-    asked: Disaggregation, cache: PageCache, records: HostRecords, listener: Listener | None
+    asked: Disaggregation, cache: PageCache, records: Records, listener: Listener | None
 ) -> Transfers:
     """What the loop uses.
 
@@ -59,9 +59,16 @@ def transfers(
 
 def model_key(folder: Path, config: EngineConfig, schema: CacheSchema) -> bytes:
     """16 bytes; equal for engines whose records may be exchanged: same model with the same options,
-    same layout of records, and as far as the beginning of each tensor tells the same weights."""
+    same layout of records, and as far as the beginning of each tensor tells the same weights.
+    Ranks, and which of them has which experts, are each engine's own business.
+
+    Args:
+        schema: of the whole model.
+    """
     found = blake2b(fingerprint(schema), digest_size=16)
-    found.update(f"{config.model!r} {config.dtype} {config.kv_cache_dtype}".encode())
+    found.update(
+        f"{without_places(config.model)!r} {config.dtype} {config.kv_cache_dtype}".encode()
+    )
     if config.load_format == "random":
         found.update(f"random {config.seed}".encode())
     elif has_weights(folder) or is_gguf(folder):

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cairn.engine.transfer.joined import Records
 from cairn.engine.transfer.wire import (
     VERSION,
     Answer,
@@ -17,7 +18,6 @@ from cairn.engine.transfer.wire import (
     receive_into,
     send_frame,
 )
-from cairn.runner.host_records import HostRecords
 from cairn.specs.disaggregation import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Receiver:
         secret: see `cairn.engine.transfer.wire`.
     """
 
-    def __init__(self, records: HostRecords, model: bytes, secret: bytes) -> None:
+    def __init__(self, records: Records, model: bytes, secret: bytes) -> None:
         self._records, self._model, self._secret = records, model, secret
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cairn-receiver")
 

@@ -8,10 +8,10 @@ import socket
 import socketserver
 import threading
 
+from cairn.engine.transfer.joined import Records
 from cairn.engine.transfer.tickets import Ticket, Tickets
 from cairn.engine.transfer.wire import VERSION, Answer, Ask, WireError, receive_frame, send_frame
 from cairn.errors import BadConfig
-from cairn.runner.host_records import HostRecords
 from cairn.specs.disaggregation import Disaggregation
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Sender:
         secret: see `cairn.engine.transfer.wire`.
     """
 
-    def __init__(self, tickets: Tickets, records: HostRecords, model: bytes, secret: bytes) -> None:
+    def __init__(self, tickets: Tickets, records: Records, model: bytes, secret: bytes) -> None:
         self._tickets, self._records = tickets, records
         self._model, self._secret = model, secret
 
@@ -102,9 +102,9 @@ class Sender:
         found = [(kind, ticket.records.get((kind, name))) for kind, name in ask.wanted]
         sums = [None if slot is None else self._records.sum_of(kind, slot) for kind, slot in found]
         send_frame(connection, Answer(sums), self._secret)
-        for kind, slot in found:
-            if slot is not None:
-                connection.sendall(self._records.record(kind, slot))
+        for (kind, slot), known in zip(found, sums, strict=True):
+            if slot is not None and known is not None:
+                connection.sendall(self._records.content(kind, slot))
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         send_frame(connection, Answer([], reason, self._model), self._secret)
