@@ -47,8 +47,7 @@ def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
         return False
     if not quantized:
         return True
-    if not rope:
-        # The second format of `records`, which the kernel does not read.
+    if not rope and records.whole_latent(latent, cache.shape[2]) is None:
         return False
     even = rope % 2 == 0 and all(n % 4 == 0 for n in (*cache.stride()[:2], cache.storage_offset()))
     return even and (gpu.INTERPRETED or gpu.knows_e4m3(q.device))
@@ -61,10 +60,14 @@ def _tiles(latent: int, quantized: bool) -> tuple[int, int]:
     return gpu.next_power_of_2(-(-latent // records.TILE)), records.TILE
 
 
-def _views(cache: Tensor, quantized: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A cache as its numbers, its scales and its rotary keys."""
+def _views(
+    cache: Tensor, quantized: bool, plain: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A cache as its numbers, its float32 scales and its rotary keys."""
     if not quantized:
         return cache, None, None
+    if plain:
+        return cache, None, cache.view(torch.bfloat16)
     return cache, cache.view(torch.float32), cache.view(torch.bfloat16)
 
 
@@ -108,7 +111,8 @@ def attend(
         part_o = gpu.empty((tokens, heads, splits, latent), torch.float32, device)
         part_lse = gpu.empty((tokens, heads, splits), torch.float32, device)
     tiles, wide = _tiles(latent, quantized)
-    numbers, scales, ropes = _views(cache, quantized)
+    plain = (quantized and width == latent and records.whole_latent(latent, cache.shape[2])) or 0
+    numbers, scales, ropes = _views(cache, quantized, plain)
     paged = candidates.cells is None
     source = candidates.table if candidates.cells is None else candidates.cells
     assert source is not None
@@ -138,6 +142,7 @@ def attend(
         HEADS=heads,
         LINES=lines,
         LATENT=latent,
+        PLAIN=plain,
         ROPE=width - latent,
         WIDTH=wide,
         RP=max(16, gpu.next_power_of_2(width - latent)),

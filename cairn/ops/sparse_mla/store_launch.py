@@ -89,8 +89,6 @@ def fits_records(latent: Tensor, k_pe: Tensor, cache: Tensor, location: Tensor) 
     near = latent.stride(1) == 1 and k_pe.stride(1) == 1 and location.is_contiguous()
     if not records.is_quantized(cache):
         return near
-    if latent.shape[1] % records.TILE:
-        return False
     places = (*cache.stride()[:2], cache.storage_offset())
     return near and all(n % 4 == 0 for n in places) and k_pe.shape[1] % 2 == 0
 
@@ -121,6 +119,7 @@ def store_records(latent: Tensor, k_pe: Tensor, cache: Tensor, location: Tensor)
         ROPE=k_pe.shape[1],
         RP=gpu.next_power_of_2(k_pe.shape[1]),
         SIZE=size,
+        TILE=records.WHOLE_TILE if width % records.TILE else records.TILE,
         HARDWARE=gpu.knows_e4m3(latent.device),
         num_warps=1,
     )

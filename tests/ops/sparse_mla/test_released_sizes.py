@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cairn.ops import (
     index_q_quantize,
+    mla_kv_store,
     paged_mla,
     paged_mqa_logits,
     ragged_mqa_logits,
@@ -123,6 +124,27 @@ def test_attention(quantized: bool, heads: int) -> None:
         wanted, total = paged_mla.reference(q, plain, table, row, end, SCALE, LATENT)
         torch.testing.assert_close(o.float(), wanted, rtol=2.01 / 128, atol=4e-3)
         torch.testing.assert_close(lse, total, rtol=1e-4, atol=2e-3)
+
+
+@pytest.mark.parametrize("heads", [64, 16])
+def test_attention_over_records_of_values(heads: int) -> None:
+    """DeepSeek-V4's: 448 numbers in float8 with 7 scales, 64 in bfloat16, all of them values."""
+    pages, width = 40, 512
+    plain = drawn(pages * SIZE, width, seed=8, dtype=BF16)
+    parts = plain[:, :448], plain[:, 448:]
+    cache = torch.zeros(pages, SIZE, 584, dtype=torch.uint8, device="cuda")
+    mla_kv_store(*parts, cache, torch.arange(pages * SIZE, device="cuda"))
+    assert torch.equal(cache.flatten(0, 1), records.quantize(*parts))
+    for tokens in (1, 70):
+        q, sink = drawn(tokens, heads, width, seed=9, dtype=BF16), drawn(heads, seed=10)
+        cells = torch.randint(-9, pages * SIZE + 9, (tokens, 640), device="cuda").int()
+        length = torch.randint(0, 641, (tokens,), device="cuda").int()
+        given = (q, cache, cells, length, 0.044, width, sink)
+        o, lse = sparse_mla(*given, dtype=BF16)
+        wanted, total = sparse_mla.reference(*given)
+        torch.testing.assert_close(o.float(), wanted, rtol=2.01 / 128, atol=4e-3)
+        torch.testing.assert_close(lse, total, rtol=1e-4, atol=2e-3)
+        assert apart(o, wanted) < 5e-6
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -4,7 +4,8 @@ A record [latent | rotary key] is the key of every head, and its latent the valu
 some heads of one token and one of the splits of its candidates. How many candidates there are is
 read from device memory and bounds the loop: what lies behind them costs nothing.
 
-Latents are held as tiles: float8 ones have a scale for each tile of 128 numbers.
+Latents are held as tiles: float8 ones have a scale for each tile of 128 numbers, or in records of
+which every number is a value for each 64.
 """
 
 from __future__ import annotations
@@ -74,11 +75,60 @@ def load_latent(
 
 
 @triton.jit
+def decoded(code):
+    """float32 of e8m0 bytes; see `cairn.ops.quantization.e8m0`."""
+    code = code.to(tl.int32)
+    bits = tl.where(code == 0, 1 << 22, code << 23)
+    bits = tl.where(code == 255, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_whole(
+    cache, ropes, line, inside, tile: tl.constexpr,
+    PLAIN: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, WIDTH] numbers of a tile of records of LATENT numbers, as DTYPE: PLAIN in float8, a
+    scale for each 64 of them, and the rest in bfloat16."""
+    behind: tl.constexpr = PLAIN + (PLAIN // 64 + 7) // 8 * 8
+    first: tl.constexpr = tile * WIDTH
+    column = first + tl.arange(0, WIDTH)
+    code = load_part(cache, line, inside, first, PLAIN, WIDTH)
+    value = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    left = tl.load(cache + line + PLAIN + first // 64, mask=inside & (first < PLAIN), other=0)
+    at = cache + line + PLAIN + first // 64 + 1
+    right = tl.load(at, mask=inside & (first + 64 < PLAIN), other=0)
+    scale = tl.where(
+        (column < first + 64)[None, :], decoded(left)[:, None], decoded(right)[:, None]
+    )
+    value = value * scale.to(DTYPE)
+    if first + WIDTH > PLAIN:
+        shown = inside[:, None] & ((column >= PLAIN) & (column < LATENT))[None, :]
+        place = (line[:, None] + behind) // 2 + column[None, :] - PLAIN
+        rope = tl.load(ropes + place, mask=shown, other=0.0).to(DTYPE)
+        value = tl.where((column < PLAIN)[None, :], value, rope)
+    return value
+
+
+@triton.jit
+def load_values(
+    cache, scales, ropes, line, inside, tile: tl.constexpr,
+    PLAIN: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[KEYS, WIDTH] numbers of a tile of latents, as DTYPE; see `accumulate_kernel`."""
+    if PLAIN:
+        value = load_whole(cache, ropes, line, inside, tile, PLAIN, LATENT, WIDTH, DTYPE)
+    else:
+        value = load_latent(cache, scales, line, inside, tile, LATENT, WIDTH, DTYPE)
+    return value
+
+
+@triton.jit
 def attend(
     q0, q1, q2, q3, q_rope, cache, scales, ropes, source, begin, end, factor,
     capacity, page_stride, slot_stride,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, PAGED: tl.constexpr,
-    TILES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+    LATENT: tl.constexpr, PLAIN: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr,
+    PAGED: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Candidates begin .. end - 1 of a token, for some of its heads: maximum of the logits (base 2)
     and sum of the weights [LINES], and sums of weighted latents, a tile each [LINES, WIDTH].
@@ -102,7 +152,9 @@ def attend(
         line, inside = lines_of(
             candidate, candidate < end, source, capacity, page_stride, slot_stride, SIZE, PAGED
         )
-        v0 = load_latent(cache, scales, line, inside, 0, LATENT, width, dtype)
+        v0 = load_values(
+            cache, scales, ropes, line, inside, 0, PLAIN, LATENT, width, dtype
+        )  # fmt: skip
         logits = tl.zeros([lines, KEYS], tl.float32)
         if ROPE:
             if scales is None:
@@ -114,12 +166,18 @@ def attend(
             logits = tl.dot(q_rope, tl.trans(rope), logits, input_precision=PRECISION)
         logits = tl.dot(q0, tl.trans(v0), logits, input_precision=PRECISION)
         if TILES > 1:
-            v1 = load_latent(cache, scales, line, inside, 1, LATENT, width, dtype)
+            v1 = load_values(
+                cache, scales, ropes, line, inside, 1, PLAIN, LATENT, width, dtype
+            )  # fmt: skip
             logits = tl.dot(q1, tl.trans(v1), logits, input_precision=PRECISION)
         if TILES > 2:
-            v2 = load_latent(cache, scales, line, inside, 2, LATENT, width, dtype)
+            v2 = load_values(
+                cache, scales, ropes, line, inside, 2, PLAIN, LATENT, width, dtype
+            )  # fmt: skip
             logits = tl.dot(q2, tl.trans(v2), logits, input_precision=PRECISION)
-            v3 = load_latent(cache, scales, line, inside, 3, LATENT, width, dtype)
+            v3 = load_values(
+                cache, scales, ropes, line, inside, 3, PLAIN, LATENT, width, dtype
+            )  # fmt: skip
             logits = tl.dot(q3, tl.trans(v3), logits, input_precision=PRECISION)
         logits = tl.where(inside[None, :], logits * factor, float("-inf"))
         higher = tl.maximum(best, tl.max(logits, 1))
@@ -150,9 +208,9 @@ def store_tile(at, value, alive, tile: tl.constexpr, LATENT: tl.constexpr, WIDTH
 def accumulate_kernel(
     q, cache, scales, ropes, cells, table, rows, begins, ends, sink, o, lse, peaks,
     most, capacity, scale, q_token, q_head, page_stride, slot_stride, source_stride,
-    HEADS: tl.constexpr, LINES: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
-    WIDTH: tl.constexpr, RP: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
-    KEYS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, LINES: tl.constexpr, LATENT: tl.constexpr, PLAIN: tl.constexpr,
+    ROPE: tl.constexpr, WIDTH: tl.constexpr, RP: tl.constexpr, TILES: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A token's heads over one of the splits of its candidates begins .. ends - 1: of its list of
     cells, or with PAGED of its row of the page table.
@@ -164,6 +222,8 @@ def accumulate_kernel(
         begins: [T], or None: from the first on; ends: [T].
         sink: [HEADS] float32 where there is one split, or None.
         most: candidates that there can be.
+        PLAIN: numbers in float8 of records of which every number is a value, see `load_whole`; 0:
+            records are others.
         capacity, SIZE: as in `lines_of`; source_stride: from row to row of cells, or of the table.
     """
     columns: tl.constexpr = (HEADS + LINES - 1) // LINES
@@ -198,7 +258,7 @@ def accumulate_kernel(
     best, total, acc0, acc1, acc2, acc3 = attend(
         q0, q1, q2, q3, q_rope, cache, scales, ropes, source, begin, end,
         scale * 1.4426950408889634, capacity, page_stride, slot_stride,
-        LATENT, ROPE, SIZE, PAGED, TILES, KEYS, PRECISION,
+        LATENT, PLAIN, ROPE, SIZE, PAGED, TILES, KEYS, PRECISION,
     )  # fmt: skip
     # NaN is seen too.
     seen = total != 0

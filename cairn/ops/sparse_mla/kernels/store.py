@@ -14,7 +14,8 @@ from cairn.ops.quantization.kernels import code_of, largest_bits, power_of_two
 def quantised(
     number, least: tl.constexpr, POWER: tl.constexpr, FLOOR: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Rows [N, D] float32 as bytes of e4m3, and their scales [N].
+    """Rows [N, D] float32 as bytes of e4m3, their scales [N], and with POWER what e8m0 makes of
+    these.
 
     Args:
         least: of the largest magnitude, or with FLOOR of the scale.
@@ -28,10 +29,11 @@ def quantised(
     scale = tl.div_rn(amax, 448.0)
     if FLOOR:
         scale = tl.where(scale < least, least, scale)
+    exponent = scale.to(tl.int32)
     if POWER:
-        _exponent, scale = power_of_two(scale)
+        exponent, scale = power_of_two(scale)
     ratio = tl.div_rn(number, tl.broadcast_to(scale[:, None], number.shape))
-    return code_of(ratio, -448.0, 448.0, "e4m3", True, HARDWARE), scale
+    return code_of(ratio, -448.0, 448.0, "e4m3", True, HARDWARE), scale, exponent
 
 
 @triton.jit
@@ -69,7 +71,7 @@ def index_store_kernel(
     if scales is None:
         tl.store(to, number.to(cache.dtype.element_ty), mask=shown)
     else:
-        code, scale = quantised(number.to(tl.float32), 1e-4, POWER, False, HARDWARE)
+        code, scale, _exponent = quantised(number.to(tl.float32), 1e-4, POWER, False, HARDWARE)
         tl.store(to, code, mask=shown)
         tl.store(scales + page * scale_stride + cell % SIZE, scale, mask=kept)
 
@@ -89,7 +91,7 @@ def index_query_kernel(
     number = tl.load(q + at, mask=shown, other=0.0)
     if HADAMARD:
         number = rotated(number, DIM, q.dtype.element_ty)
-    code, scale = quantised(number.to(tl.float32), 1e-4, False, False, HARDWARE)
+    code, scale, _exponent = quantised(number.to(tl.float32), 1e-4, False, False, HARDWARE)
     tl.store(codes + at, code, mask=shown)
     weight = tl.load(weights + row, mask=alive, other=0.0)
     tl.store(scaled + row, weight * scale, mask=alive)
@@ -100,13 +102,14 @@ def record_store_kernel(
     latent, k_pe, cache, scales, ropes, location, tokens, capacity,
     latent_token, pe_token, page_stride, slot_stride,
     LATENT: tl.constexpr, LP: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
-    SIZE: tl.constexpr, HARDWARE: tl.constexpr,
+    SIZE: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """cache[location[t]] = latent[t] [LATENT] | k_pe[t] [ROPE], as they are, or with scales the
     latent in float8; locations outside are passed over.
 
     Args:
         scales, ropes: the cache as float32 and as what rotary keys are kept in, or None.
+        TILE: numbers that share a scale: 128, or 64 of records of which every number is a value.
     """
     t = tl.program_id(0).to(tl.int64)
     cell = tl.load(location + t).to(tl.int64)
@@ -121,13 +124,21 @@ def record_store_kernel(
             tl.store(cache + line + column, number, mask=shown)
             tl.store(cache + line + LATENT + r, rope, mask=r < ROPE)
         else:
-            tile = tl.arange(0, LP // 128)
-            column = tile[:, None] * 128 + tl.arange(0, 128)[None, :]
+            tile = tl.arange(0, LP // TILE)
+            column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
             shown = column < LATENT
             number = tl.load(latent + t * latent_token + column, mask=shown, other=0.0)
-            code, scale = quantised(number.to(tl.float32), 1e-4, True, True, HARDWARE)
+            number = number.to(tl.float32)
+            code, scale, exponent = quantised(number, 1e-4, True, TILE == 128, HARDWARE)
             tl.store(cache + line + column, code, mask=shown)
-            to = scales + line // 4 + LATENT // 4 + tile
-            tl.store(to, scale, mask=tile * 128 < LATENT)
-            to = ropes + (line + LATENT + LATENT // 32) // 2 + r
+            behind: tl.constexpr = LATENT // 32 if TILE == 128 else (LATENT // 64 + 7) // 8 * 8
+            if TILE == 128:
+                to = scales + line // 4 + LATENT // 4 + tile
+                tl.store(to, scale, mask=tile * 128 < LATENT)
+            else:
+                to = cache + line + LATENT
+                tl.store(to + tile, exponent.to(tl.uint8), mask=tile * 64 < LATENT)
+                padding = LATENT // 64 + tl.arange(0, 8)
+                tl.store(to + padding, tl.zeros([8], tl.uint8), mask=padding < behind)
+            to = ropes + (line + LATENT + behind) // 2 + r
             tl.store(to, rope.to(tl.bfloat16), mask=r < ROPE)
