@@ -141,12 +141,26 @@ class CompressedBackend(AttentionBackend):
             return o
         entries = plan.entries[own.rate]
         self._store(layer, given, plan, q.dtype)
+        if given.index is not None:
+            chosen = self._selected(layer, given.index, own, entries, plan)
+            seen = entries.seen.clamp(max=own.topk)
+            o, _ = ops.sparse_mla(*read, inputs.sink, None, fields[ENTRY], chosen, seen)
+            return o
         o, lse = ops.sparse_mla(*read, inputs.sink)
         if not entries.width:
             return o
-        seen, seen_lse = self._attend(layer, q, given.index, plan)
+        every, every_lse = ops.paged_mla(
+            q,
+            fields[ENTRY],
+            entries.page_table,
+            plan.batch.row,
+            entries.seen,
+            spec.scale,
+            spec.head_dim,
+            width=entries.width,
+        )
         merged, _ = ops.merge_state_v2(
-            o, torch.logaddexp(lse, inputs.sink), seen, seen_lse, o, None
+            o, torch.logaddexp(lse, inputs.sink), every, every_lse, o, None
         )
         return merged
 
@@ -205,30 +219,6 @@ class CompressedBackend(AttentionBackend):
         where = inputs, place.page_table, batch.row, batch.slot
         return ops.compress_windows(*where, by.bias, by.norm, by.eps, by.cos_sin, dtype)
 
-    def _attend(
-        self, layer: int, q: Tensor, index: IndexInputs | None, plan: CompressedPlan
-    ) -> tuple[Tensor, Tensor]:
-        """Over entries: o [T, H, D] and lse [T, H], float32."""
-        spec, cache = self.layers[layer], self.pools.pages[layer][ENTRY]
-        own = spec.compression
-        assert own is not None
-        entries = plan.entries[own.rate]
-        if index is None or entries.width <= own.topk:
-            o, lse = ops.paged_mla(
-                q,
-                cache,
-                entries.page_table,
-                plan.batch.row,
-                entries.seen,
-                spec.scale,
-                spec.head_dim,
-                width=entries.width,
-            )
-            return o, lse
-        cells = self._selected(layer, index, own, entries, plan)
-        o, lse = ops.sparse_mla(q, cache, cells, entries.seen, spec.scale, spec.head_dim)
-        return o, lse
-
     def _selected(
         self,
         layer: int,
@@ -237,7 +227,12 @@ class CompressedBackend(AttentionBackend):
         entries: Entries,
         plan: CompressedPlan,
     ) -> Tensor:
-        """Cells [T, topk] int32 of the entries with the best scores; -1 behind them."""
+        """Cells [T, at most topk] int32 of the entries with the best scores, ascending; what is
+        behind them is no cell, or not seen."""
+        if entries.width <= own.topk:
+            every = torch.arange(entries.width, device=entries.seen.device)
+            pages = entries.page_table[plan.batch.row.unsqueeze(1), every // entries.size]
+            return (pages * entries.size + every % entries.size).int()
         keys = IndexKeys(
             self.pools.pages[layer][INDEX_KEY],
             self._index[layer],

@@ -26,38 +26,28 @@ from cairn.specs.mla import IndexerSpec, MlaSpec
 
 
 class Indexer(nn.Module):
-    """Key and head weights that score every earlier token (report, equation 1); its queries come
-    with those of the heads.
+    """Weights of the heads that score every earlier token (report, equation 1), and the norm of its
+    keys; queries come with those of attention, keys with the latents.
 
     Args:
         spec: heads, and how many tokens are selected.
         hidden: width of the residual stream.
         rotary: of the first dimensions.
         dtype: of activations.
-        scheme: how the matrix of keys is kept.
     """
 
-    def __init__(
-        self,
-        spec: IndexerSpec,
-        hidden: int,
-        rotary: Rotary,
-        dtype: torch.dtype,
-        scheme: Scheme = PLAIN,
-    ) -> None:
+    def __init__(self, spec: IndexerSpec, hidden: int, rotary: Rotary, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads, self.rotary = spec.num_heads, rotary
         self.scale = (spec.num_heads * spec.head_dim) ** -0.5
-        self.wk = Linear(hidden, [Rows("wk", spec.head_dim)], dtype=dtype, scheme=scheme)
         self.k_norm = LayerNorm(spec.head_dim, spec.eps, dtype=dtype)
         matrix = torch.empty(spec.num_heads, hidden, dtype=dtype)
         self.head_weights = nn.Parameter(matrix, requires_grad=False)
 
     def weights(self, source: Source) -> list[Weight]:
-        """wk, k_norm, weights_proj."""
+        """k_norm, weights_proj."""
         name, shape = source.name("weights_proj.weight"), tuple(self.head_weights.shape)
         return [
-            *self.wk.weights(source),
             *self.k_norm.weights(source, "k_norm"),
             Weight(name, shape, self.head_weights),
         ]
@@ -102,6 +92,15 @@ class MlaAttention(nn.Module):
         self.spec, self.rotary = spec, rotary
         q_rank, rank, heads = spec.q_lora_rank, spec.kv_lora_rank, spec.num_heads
         down = [Rows("q_a_proj", q_rank), Rows("kv_a_proj_with_mqa", spec.record_dim)]
+        self.index_dim = 0
+        self.index_key: Linear | None = None
+        if spec.indexer is not None:
+            key = [Rows("indexer.wk", spec.indexer.head_dim)]
+            if spec.bias:
+                # It alone has no bias.
+                self.index_key = Linear(hidden, key, dtype=dtype, scheme=scheme)
+            else:
+                self.index_dim, down = spec.indexer.head_dim, key + down
         self.down = Linear(hidden, down, spec.bias, dtype=dtype, scheme=scheme)
         self.q_norm = RMSNorm(q_rank, spec.latent_eps, dtype=dtype)
         self.kv_norm = RMSNorm(rank, spec.latent_eps, dtype=dtype)
@@ -119,13 +118,14 @@ class MlaAttention(nn.Module):
         )
         self.indexer: Indexer | None = None
         if spec.indexer is not None and index_rotary is not None:
-            self.indexer = Indexer(spec.indexer, hidden, index_rotary, dtype, scheme)
+            self.indexer = Indexer(spec.indexer, hidden, index_rotary, dtype)
 
     def weights(self, source: Source) -> list[Weight]:
         """Projections, norms of latents, and indexer.*."""
         found = [
             weight
-            for linear in (self.down, self.q_up, self.kv_up, self.out)
+            for linear in (self.down, self.index_key, self.q_up, self.kv_up, self.out)
+            if linear is not None
             for weight in linear.weights(source)
         ]
         found += self.q_norm.weights(source, "q_a_layernorm")
@@ -140,9 +140,12 @@ class MlaAttention(nn.Module):
         w_uk, w_uv = self._up_by_head()
         turning = angles.of(self.rotary), None if own is None else angles.of(own.rotary)
         layouts = self._layouts()
-        key, k_norm = (None, None) if own is None else (own.wk(x), own.k_norm)
+        k_norm, down = None if own is None else own.k_norm, self.down(x)
+        key = down[:, : self.index_dim] if self.index_dim else None
+        if self.index_key is not None:
+            key = self.index_key(x)
         q_latent, latent, k_pe, k = ops.latent_norm_rope(
-            self.down(x),
+            down[:, self.index_dim :],
             key,
             self.q_norm.weight,
             self.kv_norm.weight,

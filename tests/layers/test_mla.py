@@ -81,6 +81,7 @@ def expanded(module: MlaAttention, x: torch.Tensor) -> tuple[torch.Tensor, torch
     """The output [T, hidden] with keys and values of every head, and the latent of queries."""
     spec, heads = module.spec, module.spec.num_heads
     down = functional.linear(x, module.down.weight.clone(), module.down.bias)
+    down = down[:, module.index_dim :]
     q_latent = normed(down[:, :10], module.q_norm.weight)
     latent = normed(down[:, 10:18], module.kv_norm.weight)
     k_pe = rotated(down[:, 18:], spec.rotary.interleaved)
@@ -113,7 +114,7 @@ def test_indexer(interleaved):
     module(Hidden(x), layer, Angles(torch.arange(TOKENS), torch.float32))
     index, own = layer.inputs.index, module.indexer
     q = (expanded(module, x)[1] @ module.q_up.weight[-2 * 7 :].T).view(TOKENS, 2, 7)
-    k = x @ own.wk.weight.T
+    k = x @ module.down.weight[: module.index_dim].T
     k = functional.layer_norm(k, (7,), own.k_norm.weight, own.k_norm.bias, 1e-6)
     near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
     near(index.q, rotated(q, interleaved))

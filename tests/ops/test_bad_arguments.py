@@ -61,7 +61,7 @@ FREE = {
     "select_pages": "page_table:0 page_table:1",
     "select_topk": "logits:1 page_table:0 page_table:1",
     "sequence_attention": "",
-    "sparse_mla": "q:1 cache:0 cache:1 cells:1",
+    "sparse_mla": "q:1 cache:0 cache:1 cells:1 more_cache:0 more_cache:1 more_cells:1",
     "split_norm_rope": "projected:1",
     "store_prior_summary": "k_cache:2",
     "take_rows": "table:0 table:1 index:0",

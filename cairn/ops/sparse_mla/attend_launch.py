@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention.launch import whole_waves
+from cairn.ops.launch_cache.plans import is_traced
 from cairn.ops.pdl import pdl_option
 from cairn.ops.sparse_mla import records
 from cairn.ops.sparse_mla.kernels.attend import accumulate_kernel, merge_kernel
@@ -30,6 +31,8 @@ class Candidates:
         cells: [T, W] int32: candidates are entries of these; None: slots of a row.
         table, row: page table, and each token's row; with `cells` None.
         begin: [T], the first candidate of each; None: 0.
+        more, more_cache: further candidates, behind those, whose cells are of another cache; see
+            `side_by_side`.
     """
 
     end: Tensor
@@ -38,6 +41,8 @@ class Candidates:
     table: Tensor | None = None
     row: Tensor | None = None
     begin: Tensor | None = None
+    more: Candidates | None = None
+    more_cache: Tensor | None = None
 
 
 def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
@@ -51,6 +56,18 @@ def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
         return False
     even = rope % 2 == 0 and all(n % 4 == 0 for n in (*cache.stride()[:2], cache.storage_offset()))
     return even and (gpu.INTERPRETED or gpu.knows_e4m3(q.device))
+
+
+def is_flat(cache: Tensor) -> bool:
+    """Whether records lie at equal distances."""
+    return cache.stride(0) == cache.shape[1] * cache.stride(1)
+
+
+def side_by_side(cache: Tensor, more: Tensor) -> bool:
+    """Whether a kernel reads records of both: they lie at the same equal distances, and begin at
+    multiples of 16 bytes."""
+    even = is_traced(cache) or all(x.data_ptr() % 16 == 0 for x in (cache, more))
+    return even and is_flat(cache) and is_flat(more) and cache.stride(1) == more.stride(1)
 
 
 def _tiles(latent: int, quantized: bool) -> tuple[int, int]:
@@ -104,7 +121,9 @@ def attend(
     few = lines < TUNING.heads
     keys = TUNING.single_keys if single else TUNING.keys
     columns = -(-heads // lines)
-    blocks = -(-max(1, candidates.most) // keys)
+    more = candidates.more
+    most = candidates.most + (0 if more is None else more.most)
+    blocks = -(-max(1, most) // keys)
     splits = 1 if with_peaks else _splits(tokens, columns, blocks, few)
     part_o, part_lse = o, lse
     if splits > 1:
@@ -116,7 +135,8 @@ def attend(
     paged = candidates.cells is None
     source = candidates.table if candidates.cells is None else candidates.cells
     assert source is not None
-    flat = not paged and cache.stride(0) == size * cache.stride(1)
+    flat = not paged and is_flat(cache)
+    other = candidates.more_cache
     accumulate_kernel[(tokens * columns, splits)](
         q,
         cache=numbers,
@@ -127,12 +147,17 @@ def attend(
         rows=candidates.row,
         begins=candidates.begin,
         ends=candidates.end,
+        more=other,
+        more_cells=None if more is None else more.cells,
+        more_ends=None if more is None else more.end,
         sink=sink if splits == 1 else None,
         o=part_o,
         lse=part_lse,
         peaks=peaks,
         most=candidates.most,
         capacity=pages if paged else pages * size,
+        more_most=0 if more is None else more.most,
+        more_capacity=0 if other is None else other.shape[0] * other.shape[1],
         scale=scale,
         q_token=q.stride(0),
         q_head=q.stride(1),
@@ -161,19 +186,17 @@ def attend(
 
 def fits_groups(q: Tensor, cache: Tensor, candidates: Candidates, latent: int) -> bool:
     """Whether groups of warps gather and multiply: Hopper, DeepSeek's widths, lists of cells."""
-    if candidates.cells is None or (latent, q.shape[2]) != (512, 576):
+    if candidates.cells is None or candidates.more or (latent, q.shape[2]) != (512, 576):
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or records.is_quantized(cache):
         return False
-    slot = cache.stride(1)
-    flat = cache.stride(0) == cache.shape[1] * slot
-    aligned = slot * cache.element_size() % 16 == 0 and cache.data_ptr() % 16 == 0
+    aligned = cache.stride(1) * cache.element_size() % 16 == 0 and cache.data_ptr() % 16 == 0
     return (
         gpu.gl is not None
-        and flat
+        and is_flat(cache)
         and aligned
-        and len(q) >= TUNING.group_tokens
         and q.shape[1] >= TUNING.group_heads
+        and len(q) * -(-q.shape[1] // GROUP_HEADS) >= TUNING.group_programs
         and gpu.supports_wgmma(q.device)
     )
 

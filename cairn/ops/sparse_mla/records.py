@@ -54,9 +54,16 @@ def whole_latent(width: int, size: int) -> int | None:
 
 
 def check_cache(
-    op: str, cache: Tensor, latent: int, rope: int, like: Tensor, dtype: torch.dtype
+    op: str,
+    cache: Tensor,
+    latent: int,
+    rope: int,
+    like: Tensor,
+    dtype: torch.dtype,
+    name: str = "cache",
 ) -> int:
-    """Raise BadArgument unless `cache` holds such records, of a dtype or quantized. Returns S."""
+    """Raise BadArgument unless `cache`, an argument of that name, holds such records, of a dtype or
+    quantized. Returns S."""
     if isinstance(cache, Tensor) and is_quantized(cache):
         size = record_bytes(latent, rope)
         if not rope and cache.dim() == 3 and whole_latent(latent, cache.shape[2]):
@@ -64,14 +71,14 @@ def check_cache(
         elif latent % TILE == WHOLE_TILE:
             size = whole_bytes(latent, rope)
         elif not latent or latent % TILE:
-            refuse(op, "cache", f"is uint8: a latent of {latent} numbers is no tiles of {TILE}")
+            refuse(op, name, f"is uint8: a latent of {latent} numbers is no tiles of {TILE}")
         shape = (None, None, size)
-        expect(op, "cache", cache, shape, (BYTES,), like, 1)
+        expect(op, name, cache, shape, (BYTES,), like, 1)
     else:
-        expect(op, "cache", cache, (None, None, latent + rope), FLOATS, like, 1)
-        expect(op, "cache", cache, 3, (dtype, BYTES))
+        expect(op, name, cache, (None, None, latent + rope), FLOATS, like, 1)
+        expect(op, name, cache, 3, (dtype, BYTES))
     if not cache.shape[1]:
-        refuse(op, "cache", f"has shape {list(cache.shape)}: pages for no token")
+        refuse(op, name, f"has shape {list(cache.shape)}: pages for no token")
     return cache.shape[1]
 
 

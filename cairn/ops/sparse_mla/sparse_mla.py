@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,9 @@ def sparse_mla(
     value_dim: int,
     sink: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    more_cache: Tensor | None = None,
+    more_cells: Tensor | None = None,
+    more_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of every token over cells of its own, which all of its heads share.
 
@@ -41,6 +46,8 @@ def sparse_mla(
         value_dim: r.
         sink: [H] float32, or None.
         dtype: of o; None: float32.
+        more_cache, more_cells, more_length: further cells of the same softmax, in another cache of
+            such records; all three or none.
     Returns:
         (o [T, H, r], lse [T, H] float32, without the sink); a token without a cell has o = 0,
         lse = -inf.
@@ -48,21 +55,22 @@ def sparse_mla(
         BadArgument: for another shape, dtype, device or layout.
     """
     tokens, heads, width = q.shape
-    most = cells.shape[1]
     o = torch.zeros((tokens, heads, value_dim), dtype=dtype or torch.float32, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
-    capacity = cache.shape[0] * cache.shape[1]
-    if not capacity or not most:
+    lists = [(cache, cells, length)]
+    if more_cache is not None and more_cells is not None and more_length is not None:
+        lists.append((more_cache, more_cells, more_length))
+    lists = [given for given in lists if given[0].shape[0] * given[0].shape[1]]
+    most = sum(own.shape[1] for _, own, _ in lists)
+    if not most:
         return o, lse
-    place = torch.arange(most, device=q.device)
     block = paging.tokens_per_block(4 * most * (width + heads), tokens)
     for first in range(0, tokens, block):
         part = slice(first, first + block)
-        cell = cells[part].long()
-        hidden = (place >= length[part].unsqueeze(1)) | (cell < 0) | (cell >= capacity)
-        # Hidden records may lie in pages that were never written and may hold NaN.
-        taken = records.take(cache, cell.clamp(0, capacity - 1), value_dim, width)
-        taken.masked_fill_(hidden.unsqueeze(-1), 0)
+        found = [
+            _taken(own, named[part], count[part], value_dim, width) for own, named, count in lists
+        ]
+        taken, hidden = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
         scores = torch.bmm(q[part].float(), taken.transpose(1, 2)).mul_(scale)
         scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
         values, total = paging.weigh(scores, taken[..., :value_dim])
@@ -72,6 +80,18 @@ def sparse_mla(
             values.mul_(share.masked_fill(total.isneginf(), 0))
         o[part], lse[part] = values, total.squeeze(-1)
     return o, lse
+
+
+def _taken(
+    cache: Tensor, cells: Tensor, length: Tensor, value_dim: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Records [n, W, width] float32 of lists of cells, and which entries name none [n, W]."""
+    capacity = cache.shape[0] * cache.shape[1]
+    cell, place = cells.long(), torch.arange(cells.shape[1], device=cells.device)
+    hidden = (place >= length.unsqueeze(1)) | (cell < 0) | (cell >= capacity)
+    # What is hidden may lie in memory that nobody owns, which may hold NaN.
+    taken = records.take(cache, cell.clamp(0, capacity - 1), value_dim, width)
+    return taken.masked_fill_(hidden.unsqueeze(-1), 0), hidden
 
 
 def check_records(op: str, q: Tensor, cache: Tensor, value_dim: int) -> tuple[int, int, int]:
@@ -96,16 +116,34 @@ def _(call: Call) -> None:
     if call.sink is not None:
         expect(name, "sink", call.sink, (heads,), FLOAT32, call.q)
     check_dtype(name, call.dtype)
+    more = {n: getattr(call, n) for n in ("more_cache", "more_cells", "more_length")}
+    missing = [n for n, value in more.items() if value is None]
+    if len(missing) == len(more):
+        return
+    if missing:
+        refuse(name, missing[0], "is None, unlike the others of the second list")
+    widths = call.value_dim, call.q.shape[2] - call.value_dim
+    records.check_cache(name, call.more_cache, *widths, call.q, call.q.dtype, "more_cache")
+    expect(name, "more_cache", call.more_cache, (None, None, call.cache.shape[2]))
+    expect(name, "more_cells", call.more_cells, (tokens, None), INT32, call.q)
+    expect(name, "more_length", call.more_length, (tokens,), INDICES, call.q)
 
 
 def _fits(call: Call) -> bool:
     near = call.cells.is_contiguous() and call.length.is_contiguous()
-    return near and attend_launch.accepts(call.q, call.cache, call.value_dim)
+    near = near and attend_launch.accepts(call.q, call.cache, call.value_dim)
+    if call.more_cache is None:
+        return near
+    listed = call.more_cells.is_contiguous() and call.more_length.is_contiguous()
+    return near and listed and attend_launch.side_by_side(call.cache, call.more_cache)
 
 
 @sparse_mla.implementation("triton", devices=gpu.DEVICES, when=_fits)
 def _(call: Call) -> tuple[Tensor, Tensor]:
     candidates = attend_launch.Candidates(call.length, call.cells.shape[1], call.cells)
+    if call.more_cache is not None:
+        more = attend_launch.Candidates(call.more_length, call.more_cells.shape[1], call.more_cells)
+        candidates = replace(candidates, more=more, more_cache=call.more_cache)
     o, lse, _ = attend_launch.attend(
         call.q,
         call.cache,

@@ -31,9 +31,9 @@ class SparseMlaTuning(Tuning):
     few_programs: int = 264
     """Programs of attention at once, with many and with few heads: fewer are split."""
     group_heads: int = 64
-    group_tokens: int = 64
-    """Heads and tokens from which on groups of warps gather and multiply, on Hopper: of fewer most
-    of a tile is empty, or the splits are too many."""
+    group_programs: int = 64
+    """Heads, and programs of 64 heads of a token, from which on groups of warps gather and
+    multiply, on Hopper: of fewer most of a tile is empty, or the splits are too many."""
     merged: int = 2048
     """Numbers of partial states that a program merges at once."""
     store_tokens: int = 4

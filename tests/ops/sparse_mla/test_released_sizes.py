@@ -86,7 +86,7 @@ def test_scores(heads: int, preshuffled: bool) -> None:
 def test_groups_of_warps(heads: int) -> None:
     """Also of fewer tokens and heads than they are used for: split, and in tiles that heads do not
     fill."""
-    with TUNING.replaced(group_heads=16, group_tokens=1):
+    with TUNING.replaced(group_heads=16, group_programs=1):
         test_attention(False, heads)
 
 

@@ -16,8 +16,8 @@ from cairn.ops.pdl import await_previous, launch_next
 
 @triton.jit
 def lines_of(
-    candidate, inside, source, capacity, page_stride, slot_stride,
-    SIZE: tl.constexpr, PAGED: tl.constexpr,
+    candidate, inside, source, capacity, page_stride, slot_stride, more, border, more_capacity,
+    away, SIZE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Where the records of candidates [KEYS] begin, in numbers from the first record, and which of
     them are there.
@@ -25,6 +25,8 @@ def lines_of(
     Args:
         source: the token's list of cells, or with PAGED its row of the page table.
         capacity: cells of the cache, or with PAGED its pages.
+        more: a second list, of candidates from number `border` on, in a cache that begins `away`
+            numbers behind the first; None: there is none.
         SIZE: slots of a page; 0: the cache is one page.
     """
     if PAGED:
@@ -33,13 +35,24 @@ def lines_of(
         page = tl.where(inside, page, 0).to(tl.int64)
         line = page * page_stride + candidate % SIZE * slot_stride
     else:
-        cell = tl.load(source + candidate, mask=inside, other=-1)
-        inside = inside & (cell >= 0) & (cell < capacity)
+        if more is None:
+            cell = tl.load(source + candidate, mask=inside, other=-1)
+            inside = inside & (cell >= 0) & (cell < capacity)
+        else:
+            first = candidate < border
+            cell = tl.load(source + candidate, mask=inside & first, other=-1)
+            behind = tl.load(
+                more + candidate - border, mask=inside & (candidate >= border), other=-1
+            )
+            cell = tl.where(first, cell, behind)
+            inside = inside & (cell >= 0) & (cell < tl.where(first, capacity, more_capacity))
         cell = tl.where(inside, cell, 0).to(tl.int64)
         if SIZE:
             line = cell // SIZE * page_stride + cell % SIZE * slot_stride
         else:
             line = cell * slot_stride
+        if more is not None:
+            line += tl.where(candidate < border, 0, away)
     return line, inside
 
 
@@ -126,7 +139,7 @@ def load_values(
 @triton.jit
 def attend(
     q0, q1, q2, q3, q_rope, cache, scales, ropes, source, begin, end, factor,
-    capacity, page_stride, slot_stride,
+    capacity, page_stride, slot_stride, more, border, more_capacity, away,
     LATENT: tl.constexpr, PLAIN: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr,
     PAGED: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -136,6 +149,7 @@ def attend(
     Args:
         q0 .. q3, q_rope: the query's tiles; those behind TILES are not looked at.
         ropes: the cache as what rotary keys are kept in.
+        more .. away: as in `lines_of`.
         factor: of the dot products, times log2(e).
     """
     lines: tl.constexpr = q0.shape[0]
@@ -150,8 +164,9 @@ def attend(
     for start in range(begin, end, KEYS):
         candidate = start + tl.arange(0, KEYS)
         line, inside = lines_of(
-            candidate, candidate < end, source, capacity, page_stride, slot_stride, SIZE, PAGED
-        )
+            candidate, candidate < end, source, capacity, page_stride, slot_stride,
+            more, border, more_capacity, away, SIZE, PAGED,
+        )  # fmt: skip
         v0 = load_values(
             cache, scales, ropes, line, inside, 0, PLAIN, LATENT, width, dtype
         )  # fmt: skip
@@ -204,10 +219,11 @@ def store_tile(at, value, alive, tile: tl.constexpr, LATENT: tl.constexpr, WIDTH
     tl.store(at[:, None] + column[None, :], value.to(at.dtype.element_ty), mask=shown)
 
 
-@triton.jit(do_not_specialize=["most", "capacity"])
+@triton.jit(do_not_specialize=["most", "capacity", "more_most", "more_capacity"])
 def accumulate_kernel(
-    q, cache, scales, ropes, cells, table, rows, begins, ends, sink, o, lse, peaks,
-    most, capacity, scale, q_token, q_head, page_stride, slot_stride, source_stride,
+    q, cache, scales, ropes, cells, table, rows, begins, ends, more, more_cells, more_ends, sink,
+    o, lse, peaks, most, capacity, more_most, more_capacity, scale, q_token, q_head,
+    page_stride, slot_stride, source_stride,
     HEADS: tl.constexpr, LINES: tl.constexpr, LATENT: tl.constexpr, PLAIN: tl.constexpr,
     ROPE: tl.constexpr, WIDTH: tl.constexpr, RP: tl.constexpr, TILES: tl.constexpr,
     SIZE: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
@@ -220,6 +236,8 @@ def accumulate_kernel(
 
     Args:
         begins: [T], or None: from the first on; ends: [T].
+        more, more_cells, more_ends, more_most, more_capacity: a second list of cells, of another
+            cache, whose candidates come behind the first one's; None: there is none.
         sink: [HEADS] float32 where there is one split, or None.
         most: candidates that there can be.
         PLAIN: numbers in float8 of records of which every number is a value, see `load_whole`; 0:
@@ -236,6 +254,16 @@ def accumulate_kernel(
     if begins is not None:
         begin = tl.maximum(tl.load(begins + token).to(tl.int32), 0)
     end = tl.minimum(tl.load(ends + token).to(tl.int32), most)
+    border = end
+    away = end.to(tl.int64)
+    listed = more_cells
+    if more is not None:
+        border = tl.maximum(end, 0)
+        end = border + tl.maximum(tl.minimum(tl.load(more_ends + token).to(tl.int32), more_most), 0)
+        size: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
+        away = (more.to(tl.int64) - cache.to(tl.int64)) // size
+        away = tl.multiple_of(away, 16 // size)
+        listed = more_cells + token * more_most
     each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), splits) * KEYS
     begin += split * each
     end = tl.minimum(begin + each, end)
@@ -258,6 +286,7 @@ def accumulate_kernel(
     best, total, acc0, acc1, acc2, acc3 = attend(
         q0, q1, q2, q3, q_rope, cache, scales, ropes, source, begin, end,
         scale * 1.4426950408889634, capacity, page_stride, slot_stride,
+        listed, border, more_capacity, away,
         LATENT, PLAIN, ROPE, SIZE, PAGED, TILES, KEYS, PRECISION,
     )  # fmt: skip
     # NaN is seen too.
