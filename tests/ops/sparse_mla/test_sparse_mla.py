@@ -207,6 +207,31 @@ def test_plain_records_are_stored_as_they_are(dtype: torch.dtype, device: str) -
     assert int(lines.isnan().any(-1).sum()) == 3 * SIZE - 3
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_two_lists_of_two_caches_are_one_softmax(quantized: bool, device: str) -> None:
+    """As one list of a cache that holds the pages of both."""
+    q, cache = queries(device, 6, 3), cache_of(device)
+    if quantized:
+        parts = cache.flatten(0, 1).split((LATENT, ROPE), dim=-1)
+        cache = records.quantize(*parts).view(PAGES, SIZE, -1)
+    cells, more = cells_of(device, 6), cells_of(device, 6, 2 * WIDTH)[:, WIDTH:] % (4 * SIZE)
+    length = torch.tensor([WIDTH, 0, 5, WIDTH + 9, -3, 1], device=device)
+    further = torch.tensor([3, 7, 0, WIDTH, 2, -1], device=device)
+    spoil(cells, length)
+    given = {"more_cache": cache[3:7].clone(), "more_cells": more.contiguous()}
+    sink = torch.tensor([0.3, math.inf, -math.inf], device=device)
+    o, lse = sparse_mla(q, cache, cells, length, SCALE, LATENT, sink, more_length=further, **given)
+    column = torch.arange(WIDTH, device=device)
+    first = cells.where(column < length[:, None], -1)
+    second = (more + 3 * SIZE).where(column < further[:, None], -1)
+    both, every = torch.cat((first, second), dim=1), torch.full_like(length, 2 * WIDTH)
+    wanted, total = sparse_mla(q, cache, both, every, SCALE, LATENT, sink)
+    torch.testing.assert_close(o, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, total, rtol=1e-5, atol=1e-5)
+    with pytest.raises(BadArgument, match="`more_length` is None, unlike the others"):
+        sparse_mla(q, cache, cells, length, SCALE, LATENT, **given)
+
+
 def test_what_does_not_fit_is_named() -> None:
     q, cache = queries("cpu", 2, 3), cache_of("cpu")
     cells, length = cells_of("cpu", 2), torch.ones(2, dtype=torch.int32)
