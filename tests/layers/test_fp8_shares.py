@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from cairn.distributed.groups import Group
-from cairn.layers.linear import ExpertLinear
+from cairn.layers.linear import ExpertLinear, Experts
 from cairn.layers.schemes.base import Chosen, Rows
 from cairn.layers.schemes.fp8_block import Fp8BlockScheme
 from cairn.layers.weight import Source, Weight
 from cairn.models.sharding import Division, divide
 
-EXPERTS, HIDDEN = 2, 160
+EXPERTS, HIDDEN = Experts(2), 160
 
 
 def maps(width: int) -> torch.nn.ModuleDict:
