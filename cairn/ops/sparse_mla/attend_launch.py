@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,13 +119,11 @@ def attend(
         return o, lse, None
     pages, size = cache.shape[:2]
     lines = 16 if single else min(TUNING.heads, max(16, gpu.next_power_of_2(heads)))
-    few = lines < TUNING.heads
     keys = TUNING.single_keys if single else TUNING.keys
     columns = -(-heads // lines)
-    more = candidates.more
-    most = candidates.most + (0 if more is None else more.most)
-    blocks = -(-max(1, most) // keys)
-    splits = 1 if with_peaks else _splits(tokens, columns, blocks, few)
+    second = _second(candidates)
+    blocks = -(-max(1, candidates.most + second["more_most"]) // keys)
+    splits = 1 if with_peaks else _splits(tokens, columns, blocks, lines < TUNING.heads)
     part_o, part_lse = o, lse
     if splits > 1:
         part_o = gpu.empty((tokens, heads, splits, latent), torch.float32, device)
@@ -132,11 +131,9 @@ def attend(
     tiles, wide = _tiles(latent, quantized)
     plain = (quantized and width == latent and records.whole_latent(latent, cache.shape[2])) or 0
     numbers, scales, ropes = _views(cache, quantized, plain)
+    source = candidates.cells if candidates.table is None else candidates.table
     paged = candidates.cells is None
-    source = candidates.table if candidates.cells is None else candidates.cells
     assert source is not None
-    flat = not paged and is_flat(cache)
-    other = candidates.more_cache
     accumulate_kernel[(tokens * columns, splits)](
         q,
         cache=numbers,
@@ -147,17 +144,13 @@ def attend(
         rows=candidates.row,
         begins=candidates.begin,
         ends=candidates.end,
-        more=other,
-        more_cells=None if more is None else more.cells,
-        more_ends=None if more is None else more.end,
         sink=sink if splits == 1 else None,
         o=part_o,
         lse=part_lse,
         peaks=peaks,
         most=candidates.most,
         capacity=pages if paged else pages * size,
-        more_most=0 if more is None else more.most,
-        more_capacity=0 if other is None else other.shape[0] * other.shape[1],
+        **second,
         scale=scale,
         q_token=q.stride(0),
         q_head=q.stride(1),
@@ -172,16 +165,28 @@ def attend(
         WIDTH=wide,
         RP=max(16, gpu.next_power_of_2(width - latent)),
         TILES=tiles,
-        SIZE=0 if flat else size,
+        SIZE=0 if not paged and is_flat(cache) else size,
         KEYS=keys,
         PAGED=paged,
         PRECISION="ieee" if single else "tf32",
-        num_warps=4 if few else 8,
+        num_warps=4 if lines < TUNING.heads else 8,
         num_stages=TUNING.stages,
     )
     if splits > 1:
         _merge(part_o, part_lse, sink, o, lse)
     return o, lse, peaks
+
+
+def _second(candidates: Candidates) -> dict[str, Any]:
+    """What `accumulate_kernel` is told of a second list."""
+    more, cache = candidates.more, candidates.more_cache
+    return {
+        "more": cache,
+        "more_cells": None if more is None else more.cells,
+        "more_ends": None if more is None else more.end,
+        "more_most": 0 if more is None else more.most,
+        "more_capacity": 0 if cache is None else cache.shape[0] * cache.shape[1],
+    }
 
 
 def fits_groups(q: Tensor, cache: Tensor, candidates: Candidates, latent: int) -> bool:

@@ -219,6 +219,32 @@ def store_tile(at, value, alive, tile: tl.constexpr, LATENT: tl.constexpr, WIDTH
     tl.store(at[:, None] + column[None, :], value.to(at.dtype.element_ty), mask=shown)
 
 
+@triton.jit
+def bounds_of(
+    token, begins, ends, cache, more, more_ends, most, more_most, split, splits,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """The candidates begin .. end - 1 of one of a token's splits, the number of the first one of
+    the second list, and how far behind the cache that list's cache begins; see
+    `accumulate_kernel`."""
+    begin = 0
+    if begins is not None:
+        begin = tl.maximum(tl.load(begins + token).to(tl.int32), 0)
+    end = tl.minimum(tl.load(ends + token).to(tl.int32), most)
+    border = end
+    away = token
+    if more is not None:
+        border = tl.maximum(end, 0)
+        end = border + tl.maximum(tl.minimum(tl.load(more_ends + token).to(tl.int32), more_most), 0)
+        size: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
+        away = (more.to(tl.int64) - cache.to(tl.int64)) // size
+        # Of caches that begin at multiples of 16 bytes.
+        away = tl.multiple_of(away, 16 // size)
+    each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), splits) * KEYS
+    begin += split * each
+    return begin, tl.minimum(begin + each, end), border, away
+
+
 @triton.jit(do_not_specialize=["most", "capacity", "more_most", "more_capacity"])
 def accumulate_kernel(
     q, cache, scales, ropes, cells, table, rows, begins, ends, more, more_cells, more_ends, sink,
@@ -250,23 +276,12 @@ def accumulate_kernel(
     splits = tl.num_programs(1)
     head = tl.program_id(0) % columns * LINES + tl.arange(0, LINES)
     alive = head < HEADS
-    begin = 0
-    if begins is not None:
-        begin = tl.maximum(tl.load(begins + token).to(tl.int32), 0)
-    end = tl.minimum(tl.load(ends + token).to(tl.int32), most)
-    border = end
-    away = end.to(tl.int64)
+    begin, end, border, away = bounds_of(
+        token, begins, ends, cache, more, more_ends, most, more_most, split, splits, KEYS
+    )
     listed = more_cells
     if more is not None:
-        border = tl.maximum(end, 0)
-        end = border + tl.maximum(tl.minimum(tl.load(more_ends + token).to(tl.int32), more_most), 0)
-        size: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
-        away = (more.to(tl.int64) - cache.to(tl.int64)) // size
-        away = tl.multiple_of(away, 16 // size)
         listed = more_cells + token * more_most
-    each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), splits) * KEYS
-    begin += split * each
-    end = tl.minimum(begin + each, end)
     if PAGED:
         source = table + tl.load(rows + token) * source_stride
     else:
