@@ -66,6 +66,7 @@ class EngineOptions(
         kv_cache_dtype: of what pages hold: "auto" (the dtype), "bf16" (must be it), "fp8_e4m3" or
             "fp4_e2m1" (on a CPU) of keys and values, "fp8_ds" of latent attention.
         max_model_len: longest sequence in user tokens, prompt and output together.
+        allow_long_max_model_len: max_model_len may be longer than the model was made for.
         kv_cache_memory: bytes of the page pool of each rank, or text such as "4GiB".
         kv_host_memory: bytes of host memory, or text such as "64GiB", in which pages stay that the
             device's prefix cache gives up; None: they are lost.
@@ -93,6 +94,7 @@ class EngineOptions(
     device: str = "auto"
     kv_cache_dtype: str = "auto"
     max_model_len: int | None = None
+    allow_long_max_model_len: bool = False
     kv_cache_memory: int | str | None = None
     kv_host_memory: int | str | None = None
     kv_host_tier: bool = False
@@ -123,6 +125,7 @@ class EngineOptions(
             "disable_cuda_graph",
             "disable_overlap_schedule",
             "kv_host_tier",
+            "allow_long_max_model_len",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise BadConfig(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -212,7 +215,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
     dtype = _resolve_dtype(options, model, machine, device, notes)
     page_size = _resolve_page_size(options, model, notes)
     model = media_model(options, resolve_mixers(model, options, notes), notes)
-    model = _resolve_quantization(options, model)
+    model = _resolve_length(options, _resolve_quantization(options, model), notes)
     chunk = _resolve_chunk(options, device, dtype, notes)
     memory, share = _resolve_memory(options, machine, device, notes)
     speculation = resolve_speculation(options, model, notes)
@@ -269,6 +272,14 @@ def _resolve_dtype(
         return "bfloat16"
     notes.chose("dtype", model.dtype, "the checkpoint says so")
     return model.dtype
+
+
+def _resolve_length(options: EngineOptions, model: ModelSpec, notes: Notes) -> ModelSpec:
+    asked = options.max_model_len
+    if asked is None or not options.allow_long_max_model_len or asked <= model.max_model_len:
+        return model
+    notes.warn(f"max_model_len={asked}, but the model was made for {model.max_model_len} tokens")
+    return replace(model, max_model_len=asked)
 
 
 def _resolve_quantization(options: EngineOptions, model: ModelSpec) -> ModelSpec:

@@ -171,6 +171,12 @@ ENGINE = (
         "model's, or what the page pool holds]",
     ),
     click.option(
+        "--allow-long-max-model-len",
+        is_flag=True,
+        default=None,
+        help="--max-model-len may be longer than the model was made for.",
+    ),
+    click.option(
         "--kv-cache-memory",
         metavar="SIZE",
         help="Size of the page pool, in bytes or such as 4GiB.  [default: 40% of the "
@@ -295,6 +301,7 @@ ENGINE_NAMES = (
     "kv_cache_dtype",
     "device",
     "max_model_len",
+    "allow_long_max_model_len",
     "kv_cache_memory",
     "kv_host_memory",
     "kv_host_tier",

@@ -215,7 +215,7 @@ def check_length(options: EngineOptions, model: ModelSpec) -> None:
     if asked is not None and asked > model.max_model_len:
         raise BadConfig(
             f"max_model_len is {asked}, but the model was made for {model.max_model_len} tokens",
-            f"Use at most {model.max_model_len}",
+            f"Use at most {model.max_model_len}, or --allow-long-max-model-len",
         )
 
 

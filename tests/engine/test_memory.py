@@ -33,6 +33,7 @@ USAGE = Usage(total=1000_000, others=50_000, weights=300_000, activations=100_00
 
 ALIKE = PageBytes(1000)
 MIXED = PageBytes(250, window=750, reach=8)
+FRAMED = PageBytes(100, window=750, reach=8, host=750, selected=4)
 
 
 def plan(page_bytes=ALIKE, model=LANDMARKS, usage=None, **options) -> MemoryPlan:
@@ -89,8 +90,11 @@ def test_too_little_memory_names_what_is_needed():
 
 
 def test_longer_than_the_model():
-    with pytest.raises(BadConfig, match="131073.*131072"):
+    with pytest.raises(BadConfig, match=r"131073.*131072.*--allow-long-max-model-len"):
         plan(max_model_len=131073)
+    options = EngineOptions(max_model_len=131073, allow_long_max_model_len=True)
+    config = resolve(options, LANDMARKS, LAPTOP)
+    assert config.model.max_model_len == 131073 and "131072" in config.warnings[0]
 
 
 @given(
@@ -186,6 +190,29 @@ def test_window_layers_own_pages_are_planned_too(memory, length, rows, chunk):
     assert found.num_pages >= min(alike.num_pages, found.num_pages if length else 10**9)
     if found.num_pages == rows * -(-found.max_model_len // 63):
         assert found.window_pages == min(found.num_pages, (memory - found.num_pages * 250) // 750)
+
+
+@given(
+    memory=st.integers(1000, 10**6),
+    host=st.integers(1000, 10**7),
+    length=st.none() | st.integers(1, 10_000),
+    rows=st.integers(1, 9),
+    chunk=st.integers(1, 5000),
+)
+def test_frames_take_what_summaries_and_windows_leave(memory, host, length, rows, chunk):
+    options = {"kv_cache_memory": memory, "max_model_len": length, "max_num_seqs": rows}
+    options |= {"chunked_prefill_size": chunk, "kv_host_memory": host, "kv_host_tier": True}
+    step = FRAMED.reach + chunk // 64 + 2
+    try:
+        found = plan(FRAMED, **options)
+    except OutOfMemory as error:
+        flag, need = re.search(r"--kv-(host|cache)-memory\) to at least (\d+)", str(error)).groups()
+        assert int(need) > options[f"kv_{flag}_memory"]
+        return
+    assert sum(dict(found.table(0, None)).values()) <= memory and found.host_bytes <= host
+    assert found.frames >= FRAMED.selected
+    assert min(step, found.num_pages) <= found.window_pages <= found.num_pages
+    assert found.num_pages * 63 >= found.max_model_len == (length or found.max_model_len)
 
 
 def test_a_model_with_window_layers_holds_more():
