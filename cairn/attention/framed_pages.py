@@ -1,13 +1,17 @@
 """Landmark attention over pages in host memory: what queries select comes into frames.
 
 The window is read from pages on the device. A page is stored to host memory by the step that
-completes it, a window before a query may select it. Queries whose pages might not fit into the
-frames together are attended one batch after the other.
+completes it, a window before a query may select it.
+
+Of a chunk, each layer brings the pages that it selects into frames before it attends them; queries
+whose pages might not fit into the frames together follow each other. Where few queries run on a
+GPU, a layer reads pages that have no frame where they lie in host memory, and what all layers have
+read comes into frames together behind the last one, for the next step.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,113 +20,157 @@ from cairn import ops
 from cairn.attention.base import LayerReads, StepPlan
 from cairn.attention.batch import Batch, PagePlace
 from cairn.attention.inputs import HilsInputs
-from cairn.cache.frames import Frames
+from cairn.cache.frames import FrameMap, Frames
 from cairn.ops import advice
 from cairn.specs.hils import HilsSpec
 
+KEY, VALUE = "k", "v"
 Pair = tuple[Tensor, Tensor]
 """Keys and values."""
+Summaries = tuple[Tensor, Tensor | None]
+"""Keys and biases of all pages."""
 
 
-def stored_sheets(batch: Batch, near: Tensor, page_size: int, heads: int) -> Pair:
-    """Sheets of the pages that a step completes, numbered page * heads + head: where they are among
-    the pages under windows, and where they go in host memory, each [N * heads] int64.
-
-    Args:
-        batch: the step.
-        near: [T] int64, locations of its slots under windows.
-        page_size, heads: of the layer.
-    """
-    head, pages = torch.arange(heads, device=near.device), batch.completed_pages
-    source = (near[batch.completed] // page_size)[:, None] * heads + head
-    # Padding stays negative: it is not copied.
-    target = torch.where(pages[:, None] < 0, -1, pages[:, None] * heads + head)
-    return source.view(-1), target.view(-1)
-
-
-@dataclass(frozen=True, slots=True)
-class FramedPages:
-    """A layer whose pages lie in host memory, in one step.
+@dataclass(slots=True)
+class FramedStep:
+    """What all layers with pages in host memory share of a step.
 
     Attributes:
-        spec: of the layer.
-        near: of the pages under windows, each [window pages, h_kv, S, d].
-        place: where these are.
-        far: in host memory, each [pages, h_kv, S, d].
+        frames: of all of them.
+        batch: the step.
+        place: of the pages under windows.
         page_table: [rows, max_pages] int32 of all pages.
-        frames: of the layer.
-        completed: pages that the step completes; see `Batch`.
+        windows: [N] int64, of the pages that the step completes, those under windows.
+        selected: by layer, what its queries have selected that is to come into frames,
+            [T, h_kv, K].
     """
 
-    spec: HilsSpec
-    near: Pair
-    place: PagePlace
-    far: Pair
-    page_table: Tensor
     frames: Frames
-    completed: Tensor
+    batch: Batch
+    place: PagePlace
+    page_table: Tensor
+    windows: Tensor
+    selected: list[Tensor] = field(default_factory=list)
 
-    def store(self, sheets: Pair) -> None:
-        """Write the pages that the step completes to host memory."""
-        self._copy(self.near, self.far, *sheets)
+    def store(self, near: Pair, layer: int) -> None:
+        """Write a layer's pages that the step completes to host memory.
 
-    def attend(self, q: Tensor, indices: Tensor, row: Tensor, weights: Tensor) -> Tensor:
-        """`ops.page_attention` over selected pages: [T, h_q, d] float32."""
-        frames, done = self.frames, []
-        caches = frames.tensors["k"], frames.tensors["v"]
-        own = frames.numbers.expand(self.page_table.shape[0], -1)
-        most = frames.count // indices.shape[2]
-        for begin in range(0, len(q), most):
-            at = slice(begin, begin + most)
-            found, sources, targets = ops.resolve_frames(
-                indices[at], row[at], self.page_table,
-                frames.frame_of, frames.page_in, frames.used, frames.state,
-                None if begin else self.completed,
+        Args:
+            near: of the pages under windows, each [pages, h_kv, S, d].
+            layer: place among those with frames.
+        """
+        far, _ = self.frames.of_layer(layer)
+        self._copy(near, far, self.windows, self.batch.completed_pages, near[0][0].nbytes)
+
+    def resolved(self, layer: int, indices: Tensor, at: slice) -> Tensor:
+        """The frames [t, h_kv, K] int32 in which a layer's selected pages are now.
+
+        Args:
+            layer: place among those with frames.
+            indices: [T, h_kv, K]; at: of which queries, no more than fill the frames.
+        """
+        held, row = self.frames.map_of(layer), self.batch.row[at]
+        found, sources, targets = self._resolve(held, indices[at], row, renewed=at.start == 0)
+        source, target = self.frames.of_layer(layer)
+        self._copy(source, target, sources.view(-1), targets.view(-1), source[0][0, 0].nbytes)
+        return found
+
+    def attend(
+        self, spec: HilsSpec, layer: int, inputs: HilsInputs, near: Pair, summaries: Summaries,
+        store: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        """`ops.framed_attention` of a layer, whose pages come into frames with `finish`.
+
+        Args:
+            store: summaries of completed pages.
+        """
+        far, frames = self.frames.of_layer(layer)
+        found = ops.framed_attention(
+            inputs.q, inputs.lmk_q, *near, *far, *frames, self.frames.map_of(layer).frame_of,
+            *summaries, self.batch.row, self.batch.slot, self.place.page_table, self.page_table,
+            spec.local_window, spec.topk, spec.softmax1, spec.strategy, store,
+        )  # fmt: skip
+        self.selected.append(found[1])
+        return found
+
+    def finish(self, near: Pair, far: Pair) -> None:
+        """Write the pages that the step completes to host memory, of all layers, and bring what
+        their queries have selected into frames.
+
+        Args:
+            near, far: tables [layers] uint64 of addresses: of pages under windows, and of all in
+                host memory.
+        """
+        frames = self.frames
+        if self.windows.numel():
+            ops.transfer_kv_all_layer(
+                near[0], far[0], near[1], far[1], self.windows, self.batch.completed_pages,
+                frames.far[KEY][0, 0].nbytes, len(frames.layers),
             )  # fmt: skip
-            self._copy(self.far, caches, sources.view(-1), targets.view(-1))
-            done.append(ops.page_attention(q[at], *caches, row[at], own, found, weights[at]))
-        return done[0] if len(done) == 1 else torch.cat(done)
-
-    def _copy(self, source: Pair, target: Pair, sources: Tensor, targets: Tensor) -> None:
-        sheet = source[0][0, 0].nbytes
+        indices = torch.stack(self.selected, 1).flatten(1, 2)
+        _, sources, targets = self._resolve(frames.map, indices, self.batch.row, renewed=True)
+        source, target = frames.far[KEY], frames.near[KEY]
+        of_values = frames.far[VALUE], frames.near[VALUE]
         ops.transfer_kv_per_layer(
-            source[0], target[0], source[1], target[1], sources, targets, sheet
+            source, target, *of_values, sources.view(-1), targets.view(-1), source[0, 0, 0].nbytes
+        )
+        self.selected = []
+
+    def _resolve(
+        self, held: FrameMap, indices: Tensor, row: Tensor, renewed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        pages = self.batch.completed_pages if renewed else None
+        return ops.resolve_frames(
+            indices, row, self.page_table, *held, renewed=pages, layer_heads=self.frames.heads
+        )
+
+    def _copy(
+        self, source: Pair, target: Pair, sources: Tensor, targets: Tensor, item_size: int
+    ) -> None:
+        ops.transfer_kv_per_layer(
+            source[0], target[0], source[1], target[1], sources, targets, item_size
         )
 
 
 def attend_framed(
-    layer: int,
-    framed: FramedPages,
-    inputs: HilsInputs,
-    summaries: tuple[Tensor, Tensor | None],
-    plan: StepPlan,
-) -> Tensor:
-    """One layer's attention: -> [T, h_q, d] in q's dtype.
+    spec: HilsSpec, layer: int, inputs: HilsInputs, near: Pair, summaries: Summaries,
+    step: FramedStep, plan: StepPlan,
+) -> Tensor:  # fmt: skip
+    """One layer's attention, each selected page by way of a frame: -> [T, h_q, d] in q's dtype.
 
     Args:
-        layer: its number.
-        framed: the layer in this step; completed pages are stored.
+        spec: of the layer; layer: its number.
         inputs: of the layer.
-        summaries: keys and biases of all pages.
+        near: of the pages under windows, each [pages, h_kv, S, d]; the step's slots are written.
+        step: see there; the step's completed pages are stored.
         plan: of the step.
     """
-    spec, batch, q = framed.spec, plan.batch, inputs.q
-    window, size = spec.local_window, framed.near[0].shape[2]
+    batch, q, window, size = plan.batch, inputs.q, spec.local_window, near[0].shape[2]
     candidates = max(0, (batch.max_slot - window + 1) // size)
     # On a GPU kernels are compiled for each topk, so there is only one.
     topk = spec.topk if q.is_cuda else max(1, min(spec.topk, candidates))
     where = batch.row, batch.slot
     o_window, lse = ops.window_attention(
-        q, *framed.near, *where, framed.place.page_table, window,
+        q, *near, *where, step.place.page_table, window,
         aligned=True, mask_landmarks=True, chunked=plan.cuts.chunked,
     )  # fmt: skip
     indices, scores = ops.select_pages(
-        inputs.lmk_q, *summaries, lse, *where, framed.page_table, size, window, topk,
+        inputs.lmk_q, *summaries, lse, *where, step.page_table, size, window, topk,
         strategy=spec.strategy, num_kv_heads=spec.num_kv_heads,
     )  # fmt: skip
     weights, window_weight = advice.shared_weights(scores, lse, spec.softmax1)
     if batch.watch is not None:
-        at = batch.watch
-        plan.reads.append(LayerReads(layer, indices[at], weights[at], window_weight[at]))
-    o_pages = framed.attend(q, indices, batch.row, weights)
+        watched = batch.watch
+        reads = indices[watched], weights[watched], window_weight[watched]
+        plan.reads.append(LayerReads(layer, *reads))
+    frames, done = step.frames, []
+    place = frames.layers.index(layer)
+    _, caches = frames.of_layer(place)
+    table = frames.numbers.expand(step.page_table.shape[0], -1)
+    most = frames.count // topk
+    for begin in range(0, len(q), most):
+        at = slice(begin, begin + most)
+        found = step.resolved(place, indices, at)
+        done.append(ops.page_attention(q[at], *caches, batch.row[at], table, found, weights[at]))
+    o_pages = done[0] if len(done) == 1 else torch.cat(done)
     return ops.blend_window(o_pages, o_window, window_weight, q.dtype)

@@ -13,7 +13,8 @@ One layer, for a query at slot s (the mathematics is HiLS-Attention's):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,8 +24,9 @@ from cairn import ops
 from cairn.attention.base import GqaBackend, LayerReads, StepPlan
 from cairn.attention.batch import Batch, StepRows
 from cairn.attention.cuts import ROUND, Cuts, Front, Part
-from cairn.attention.framed_pages import FramedPages, Pair, attend_framed, stored_sheets
+from cairn.attention.framed_pages import FramedStep, attend_framed
 from cairn.attention.inputs import HilsInputs
+from cairn.cache.pools import CachePools
 from cairn.cache.schema import LayerSchema, PageField, PageFormat
 from cairn.ops import advice
 from cairn.specs.backends import HSA
@@ -40,16 +42,24 @@ class HsaPlan(StepPlan):
     """A step of layers whose pages may lie in host memory.
 
     Attributes:
-        stored: KV heads of a layer -> the sheets that it stores there, see `stored_sheets`.
+        framed: of these; None: there are none.
     """
 
-    stored: dict[int, Pair] = field(default_factory=dict)
+    framed: FramedStep | None = None
 
 
 class HsaBackend(GqaBackend):
     """Landmark selection over the paged cache; needs page_size == the model's chunk size."""
 
     name: ClassVar[str] = HSA
+
+    def __init__(self, pools: CachePools, layers: Mapping[int, HilsSpec]) -> None:
+        super().__init__(pools, layers)
+        if pools.frames is not None:
+            near = zip(*(self.caches(layer) for layer in pools.frames.layers), strict=True)
+            near_k, near_v = (_addresses(caches) for caches in near)
+            far_k, far_v = (_addresses(caches) for caches in pools.frames.far.values())
+            self._addresses = (near_k, near_v), (far_k, far_v)
 
     @classmethod
     def needs(cls, spec: HilsSpec, form: PageFormat) -> LayerSchema:
@@ -73,12 +83,12 @@ class HsaBackend(GqaBackend):
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> HsaPlan:
         """See the base."""
         plan = HsaPlan(batch, cuts, rows, None if rows is None else rows.stretches)
-        if batch.completed.numel():
-            for layer, spec in self.layers.items():
-                heads = spec.num_kv_heads
-                if self.pools.frames[layer] is not None and heads not in plan.stored:
-                    near, size = self.place(layer, plan).location, self.pools.schema.page_size
-                    plan.stored[heads] = stored_sheets(batch, near, size, heads)
+        frames = self.pools.frames
+        if frames is not None:
+            first, groups = frames.layers[0], self.pools.schema.group_of
+            place, table = self.place(first, plan), batch.places[groups[first]["k"]].page_table
+            windows = place.location[batch.completed] // self.pools.schema.page_size
+            plan.framed = FramedStep(frames, batch, place, table, windows)
         return plan
 
     def fronts(self) -> tuple[Front, ...]:
@@ -89,7 +99,7 @@ class HsaBackend(GqaBackend):
 
     def written(self, layer: int) -> tuple[str, str]:
         """Pages of the window, where those are apart."""
-        return super().written(layer) if self.pools.frames[layer] is None else NEAR
+        return super().written(layer) if self.pools.frames is None else NEAR
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
         """Landmarks' own keys, where they are kept beside the cache, are taken as they come."""
@@ -103,13 +113,11 @@ class HsaBackend(GqaBackend):
         spec, batch, q, lmk_q = self.layers[layer], plan.batch, inputs.q, inputs.lmk_q
         k_cache, v_cache = self.write(layer, inputs, plan)
         place, fields = self.place(layer, plan), self.pools.pages[layer]
-        if self.pools.frames[layer] is not None:
-            return self._run_framed(layer, inputs, plan)
-        # If the landmark's own query pools its page, landmark_attention does it for steps of few
-        # slots: no launch of its own.
-        own = inputs.summary_query is None and spec.summary == "prior" and not spec.group_query
-        tiled = advice.in_tiles(q, spec.num_kv_heads, plan.cuts.chunked, advice.LANDMARK_LINES)
-        few = q.is_cuda and own and not tiled and q.shape[0] <= spec.local_window
+        if plan.framed is not None:
+            return self._run_framed(layer, inputs, plan, plan.framed)
+        # landmark_attention stores summaries for steps of few slots: no launch of its own.
+        few = self._few(spec, inputs, plan) and self._pools_itself(spec, inputs)
+        tiled = self._tiled(spec, inputs, plan)
         if batch.completed.numel() and not few:
             self._summarise(layer, inputs, batch)
         candidates = max(0, (batch.max_slot - spec.local_window + 1) // k_cache.shape[2])
@@ -138,28 +146,55 @@ class HsaBackend(GqaBackend):
                 store_summaries=few,
                 chunked=part.chunked,
             )
-            if batch.watch is not None:
-                at = batch.watch
-                weights, window_weight = advice.shared_weights(scores[at], lse[at], spec.softmax1)
-                plan.reads.append(LayerReads(layer, indices[at], weights, window_weight))
+            self._watched(layer, plan, indices, scores, lse)
             return o
 
         return plan.attend(attend, tiled=tiled, by_fronts=True)
 
-    def _run_framed(self, layer: int, inputs: HilsInputs, plan: HsaPlan) -> Tensor:
-        """The same where pages lie in host memory; the step's keys and values are written."""
-        batch, fields, frames = plan.batch, self.pools.pages[layer], self.pools.frames[layer]
-        assert frames is not None
-        place, far = self.place(layer, plan), (fields["k"], fields["v"])
-        table = batch.places[self.pools.schema.group_of[layer]["k"]].page_table
-        caches = self.caches(layer)
-        spec, completed = self.layers[layer], batch.completed_pages
-        framed = FramedPages(spec, caches, place, far, table, frames, completed)
-        if batch.completed.numel():
-            framed.store(plan.stored[spec.num_kv_heads])
-            self._summarise(layer, inputs, batch)
-        summaries = fields[SUMMARY_KEY], fields.get(SUMMARY_BIAS)
-        return attend_framed(layer, framed, inputs, summaries, plan)
+    def _tiled(self, spec: HilsSpec, inputs: HilsInputs, plan: StepPlan) -> bool:
+        """Whether the step's queries are attended in tiles."""
+        lines = advice.LANDMARK_LINES
+        return advice.in_tiles(inputs.q, spec.num_kv_heads, plan.cuts.chunked, lines)
+
+    def _few(self, spec: HilsSpec, inputs: HilsInputs, plan: StepPlan) -> bool:
+        """Whether no query can select a page that the step completes, and a GPU attends them one
+        by one."""
+        q = inputs.q
+        return q.is_cuda and len(q) <= spec.local_window and not self._tiled(spec, inputs, plan)
+
+    @staticmethod
+    def _pools_itself(spec: HilsSpec, inputs: HilsInputs) -> bool:
+        """Whether a landmark's own query pools its page."""
+        return inputs.summary_query is None and spec.summary == "prior" and not spec.group_query
+
+    def _watched(
+        self, layer: int, plan: StepPlan, indices: Tensor, scores: Tensor, lse: Tensor
+    ) -> None:
+        """Keep what the watched queries read."""
+        at = plan.batch.watch
+        if at is not None:
+            softmax1 = self.layers[layer].softmax1
+            weights, window_weight = advice.shared_weights(scores[at], lse[at], softmax1)
+            plan.reads.append(LayerReads(layer, indices[at], weights, window_weight))
+
+    def _run_framed(
+        self, layer: int, inputs: HilsInputs, plan: HsaPlan, step: FramedStep
+    ) -> Tensor:
+        """`run` where pages lie in host memory; the step's keys and values are written."""
+        spec, fields, near = self.layers[layer], self.pools.pages[layer], self.caches(layer)
+        summaries, layers = (fields[SUMMARY_KEY], fields.get(SUMMARY_BIAS)), step.frames.layers
+        few = self._few(spec, inputs, plan) and len(inputs.q) * spec.topk <= step.frames.count
+        own = few and self._pools_itself(spec, inputs)
+        if plan.batch.completed.numel() and not own:
+            step.store(near, layers.index(layer))
+            self._summarise(layer, inputs, plan.batch)
+        if not few:
+            return attend_framed(spec, layer, inputs, near, summaries, step, plan)
+        found = step.attend(spec, layers.index(layer), inputs, near, summaries, own)
+        if layer == layers[-1]:
+            step.finish(*self._addresses)
+        self._watched(layer, plan, *found[1:])
+        return found[0]
 
     def _summarise(self, layer: int, inputs: HilsInputs, batch: Batch) -> None:
         """Store key and bias of the pages that this step completes."""
@@ -184,3 +219,10 @@ class HsaBackend(GqaBackend):
         elif spec.group_query and query is not None:
             group = query.unflatten(1, (spec.num_kv_heads, -1)).float().mean(2).to(query.dtype)
             key_pool[pages] = ops.prior_summary(group, k_cache, pages)[0]
+
+
+def _addresses(layers: Iterable[Tensor]) -> Tensor:
+    """[layers] uint64, where the caches of layers begin, for transfers."""
+    caches = list(layers)
+    numbers = [cache.data_ptr() for cache in caches]
+    return torch.tensor(numbers, dtype=torch.int64, device=caches[0].device).view(torch.uint64)

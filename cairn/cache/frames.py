@@ -9,6 +9,8 @@ Pages are written through to host memory as they are completed, so a frame is ne
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -25,46 +27,93 @@ _FOR_ALL_AND_MAPPED = 3
 """Flags of cudaHostRegister: for all contexts, and in the device's address space."""
 
 
-class Frames:
-    """The frames of one layer.
+class FrameMap(NamedTuple):
+    """Which frames hold which pages, of some layers' heads H.
 
-    Memory of frames is not initialised: the map says which hold something.
+    Attributes:
+        frame_of: [H, pages] int32, the frame of each page; below 0: none.
+        page_in: [H, frames] int32, the page in each frame; of one that has left the map: stale.
+        used: [H, frames] int64, the call that read each frame last.
+        state: [H, NUMBERS] int64.
+    """
+
+    frame_of: Tensor
+    page_in: Tensor
+    used: Tensor
+    state: Tensor
+
+    @classmethod
+    def empty(cls, heads: int, pages: int, frames: int, device: torch.device | str) -> Self:
+        """No frame holds a page."""
+        return cls(
+            torch.full((heads, pages), NOWHERE, dtype=torch.int32, device=device),
+            torch.full((heads, frames), -1, dtype=torch.int32, device=device),
+            torch.zeros((heads, frames), dtype=torch.int64, device=device),
+            torch.zeros((heads, NUMBERS), dtype=torch.int64, device=device),
+        )
+
+    def part(self, heads: slice) -> FrameMap:
+        """That of some of the heads."""
+        return FrameMap(*(tensor[heads] for tensor in self))
+
+
+class Frames:
+    """Fields in host memory and their frames, of all layers that have such fields, which must be
+    alike. Memory of frames is not initialised: the map says which hold something.
 
     Args:
-        fields: those in host memory, each a page [heads, ...].
+        layers: their numbers.
+        fields: of each of them.
         pages: how many there are.
         count: frames of a head.
         device: where they are.
 
     Attributes:
-        tensors: field name -> [count, heads, ...].
-        frame_of: [heads, pages] int32, the frame of each page; below 0: none.
-        page_in: [heads, count] int32, the page in each frame; of one that has left the map: stale.
-        used: [heads, count] int64, the call that read each frame last.
-        state: [heads, NUMBERS] int64.
+        far: field name -> [layers, pages, heads, ...] in host memory.
+        near: field name -> [layers, count, heads, ...], the frames.
+        map: of the heads of all layers, one layer's after the other.
         numbers: [1, count] int32, 0 and up: a page table in which pages are frames.
+        sheet_bytes: of one head of a page, of all fields.
     """
 
     def __init__(
-        self, fields: list[PageField], pages: int, count: int, device: torch.device | str
+        self,
+        layers: Sequence[int],
+        fields: Sequence[PageField],
+        pages: int,
+        count: int,
+        device: torch.device | str,
     ) -> None:
-        heads = fields[0].shape[0]
-        self.tensors = {
-            entry.name: torch.empty((count, *entry.shape), dtype=entry.dtype, device=device)
+        self.layers, self.count, self.heads = tuple(layers), count, fields[0].shape[0]
+        self.far = {
+            entry.name: host_tensor((len(layers), pages, *entry.shape), entry.dtype, device)
             for entry in fields
         }
-        self.sheet_bytes = sum(entry.nbytes for entry in fields) // heads
-        int32, int64 = torch.int32, torch.int64
-        self.frame_of = torch.full((heads, pages), NOWHERE, dtype=int32, device=device)
-        self.page_in = torch.full((heads, count), -1, dtype=int32, device=device)
-        self.used = torch.zeros((heads, count), dtype=int64, device=device)
-        self.state = torch.zeros((heads, NUMBERS), dtype=int64, device=device)
-        self.numbers = torch.arange(count, dtype=int32, device=device)[None]
+        self.near = {
+            entry.name: torch.empty(
+                (len(layers), count, *entry.shape), dtype=entry.dtype, device=device
+            )
+            for entry in fields
+        }
+        self.sheet_bytes = sum(entry.nbytes for entry in fields) // self.heads
+        self.map = FrameMap.empty(len(layers) * self.heads, pages, count, device)
+        self.numbers = torch.arange(count, dtype=torch.int32, device=device)[None]
 
-    @property
-    def count(self) -> int:
-        """Frames of a head."""
-        return self.page_in.shape[1]
+    def of_layer(self, place: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Keys and values of one layer: in host memory, and in frames."""
+        k, v = self.far
+        far, near = self.far, self.near
+        return (far[k][place], far[v][place]), (near[k][place], near[v][place])
+
+    def map_of(self, place: int) -> FrameMap:
+        """That of one layer."""
+        return self.map.part(slice(place * self.heads, (place + 1) * self.heads))
+
+    def traffic(self) -> tuple[int, int, int]:
+        """Sheets that were found in frames and sheets that were fetched, each counted once a call,
+        and the bytes of the latter; waits for the device."""
+        found, fetched = self.map.state[:, 2:].sum(0).tolist()
+        return found, fetched, fetched * self.sheet_bytes
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

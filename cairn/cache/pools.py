@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.cache.frames import Frames, host_tensor
-from cairn.cache.schema import CacheSchema, LayerSchema, PageField, RowField
+from cairn.cache.frames import Frames
+from cairn.cache.schema import CacheSchema, PageField, RowField
 from cairn.errors import OutOfMemory
 
 
@@ -47,7 +47,7 @@ class CachePools:
         pages: by layer, field name -> [pages, ...].
         rows: by layer, field name -> [states, ...]: those of the running rows by their numbers, one
             of a spare row for padding, then snapshots.
-        frames: by layer, those of its fields in host memory; None: it has no such field.
+        frames: of fields in host memory; None: there are none.
         nbytes: size of everything on the device.
 
     Raises OutOfMemory, naming the bytes asked for, when the device does not have them.
@@ -71,18 +71,15 @@ class CachePools:
         frames = sizes.frames * schema.host_bytes
         self.nbytes = pages + frames + self.num_states * schema.row_bytes
         try:
+            self.frames = self._frames(device)
             self.pages = [
-                {
-                    entry.name: self._field(entry, self._count(groups[entry.name]), device)
-                    for entry in layer.pages
-                }
-                for layer, groups in zip(schema.layers, schema.group_of, strict=True)
+                {entry.name: self._page_field(i, entry, device) for entry in layer.pages}
+                for i, layer in enumerate(schema.layers)
             ]
             self.rows = [
                 {entry.name: self._field(entry, self.num_states, device) for entry in layer.rows}
                 for layer in schema.layers
             ]
-            self.frames = [self._frames(layer, device) for layer in schema.layers]
         except RuntimeError as error:
             if not _is_out_of_memory(error):
                 raise
@@ -108,15 +105,8 @@ class CachePools:
         return self.sizes.rows + 1
 
     def frame_traffic(self) -> tuple[int, int, int]:
-        """Sheets that were found in frames and sheets that were fetched, each counted once a call
-        of a layer, and the bytes of the latter; waits for the device."""
-        frames = [own for own in self.frames if own is not None]
-        if not frames:
-            return 0, 0, 0
-        counts = torch.stack([own.state[:, 2:].sum(0) for own in frames])
-        sheet = torch.tensor([own.sheet_bytes for own in frames])
-        found, fetched = counts.cpu().unbind(1)
-        return int(found.sum()), int(fetched.sum()), int((fetched * sheet).sum())
+        """See `Frames.traffic`; nothing where no field is in host memory."""
+        return (0, 0, 0) if self.frames is None else self.frames.traffic()
 
     def tensors(self, group: int | None = None) -> Iterator[Tensor]:
         """The tensors of all page fields, or of one page group's."""
@@ -143,13 +133,26 @@ class CachePools:
     def _count(self, group: int) -> int:
         return self.sizes.pages[group] + self.spare
 
-    def _frames(self, layer: LayerSchema, device: torch.device | str) -> Frames | None:
-        fields = [entry for entry in layer.pages if entry.selected is not None]
-        return Frames(fields, self._count(0), self.sizes.frames, device) if fields else None
+    def _frames(self, device: torch.device | str) -> Frames | None:
+        """Of all layers with fields in host memory."""
+        own = {
+            i: [entry for entry in layer.pages if entry.selected is not None]
+            for i, layer in enumerate(self.schema.layers)
+        }
+        own = {i: fields for i, fields in own.items() if fields}
+        if not own:
+            return None
+        first = next(iter(own.values()))
+        if any(fields != first for fields in own.values()):
+            raise ValueError("layers with pages in host memory have unlike fields")
+        return Frames(tuple(own), first, self._count(0), self.sizes.frames, device)
+
+    def _page_field(self, layer: int, entry: PageField, device: torch.device | str) -> Tensor:
+        if entry.selected is not None and self.frames is not None:
+            return self.frames.far[entry.name][self.frames.layers.index(layer)]
+        return self._field(entry, self._count(self.schema.group_of[layer][entry.name]), device)
 
     def _field(self, entry: PageField | RowField, count: int, device: torch.device | str) -> Tensor:
-        if isinstance(entry, PageField) and entry.selected is not None:
-            return host_tensor((count, *entry.shape), entry.dtype, device)
         return torch.empty((count, *entry.shape), dtype=entry.dtype, device=device)
 
 

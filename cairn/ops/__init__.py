@@ -4,10 +4,8 @@
 the choice and lists the ops.
 """
 
-from cairn.ops.activation.gelu_and_mul import gelu_and_mul
+from cairn.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from cairn.ops.activation.gelu_quick import gelu_quick
-from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
-from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.activation.silu_and_mul_clamp import silu_and_mul_clamp
 from cairn.ops.allreduce import (
     SymmetricAllReduce,
@@ -34,8 +32,7 @@ from cairn.ops.allreduce import (
     register_buffer,
     register_graph_buffers,
 )
-from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode
-from cairn.ops.attention.cutlass_mla_get_workspace_size import cutlass_mla_get_workspace_size
+from cairn.ops.attention import cutlass_mla_decode, cutlass_mla_get_workspace_size
 from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.attention.merge_states import merge_state, merge_state_v2
 from cairn.ops.attention.window_attention import window_attention
@@ -98,6 +95,7 @@ from cairn.ops.kvcacheio import (
     transfer_kv_per_layer_ph_lf,
 )
 from cairn.ops.landmark.blend_window import blend_window
+from cairn.ops.landmark.framed_attention import framed_attention
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.mean_summary import mean_summary
 from cairn.ops.landmark.page_attention import page_attention
@@ -128,9 +126,8 @@ from cairn.ops.mamba import (
     gated_delta_rule_rows,
     ragged_rows,
 )
-from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
+from cairn.ops.memory import set_kv_buffer_kernel, weak_ref_tensor
 from cairn.ops.memory.take_rows import take_rows
-from cairn.ops.memory.weak_ref_tensor import weak_ref_tensor
 from cairn.ops.moe import (
     apply_shuffle_mul_sum,
     biased_grouped_topk,
@@ -327,6 +324,7 @@ __all__ = [
     "fp8_blockwise_scaled_mm",
     "fp8_quantize",
     "fp8_scaled_mm",
+    "framed_attention",
     "fused_add_layernorm",
     "fused_add_rmsnorm",
     "fused_experts",

@@ -71,18 +71,18 @@ def poison(built: Built) -> None:
     _poison(cache.allocator, pools.tensors(group=0), pools.spare)
     if cache.window is not None:
         _poison(cache.window.allocator, pools.tensors(group=1), pools.spare)
-    for frames in pools.frames:
-        if frames is not None:
-            _poison_frames(frames)
+    if pools.frames is not None:
+        _poison_frames(pools.frames)
 
 
 def _poison_frames(frames: Frames) -> None:
     """Fill frames that hold no page."""
-    for head, held in enumerate(frames.frame_of):
+    for number, held in enumerate(frames.map.frame_of):
         empty = torch.ones(frames.count, dtype=torch.bool, device=held.device)
         empty[held[held >= 0].long()] = False
-        for tensor in frames.tensors.values():
-            tensor[empty, head] = NOT_FINITE if tensor.dtype == BYTES else float("nan")
+        layer, head = divmod(number, frames.heads)
+        for tensor in frames.near.values():
+            tensor[layer, empty, head] = NOT_FINITE if tensor.dtype == BYTES else float("nan")
 
 
 def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bool) -> None:

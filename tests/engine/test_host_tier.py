@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cairn.cache.frames import Frames
+from cairn.attention.hsa import HsaBackend
+from cairn.cache.frames import FrameMap
 from cairn.engine.build import Built
 from cairn.errors import BadConfig, OutOfMemory
 from cairn.ops.registry import force
@@ -23,15 +24,15 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "disable_cuda_graph": True}
 gpu = pytest.mark.gpu
 
 
-def tiered(family: str, frames: int, **options: Any) -> Built:
+def tiered(family: str, count: int, **options: Any) -> Built:
     """An engine with so many frames of each layer and head."""
     built = build(family, **TIER, **options)
-    pools = built.runner.pools
-    for i, layer in enumerate(pools.schema.layers):
-        fields = [entry for entry in layer.pages if entry.selected is not None]
-        if fields:
-            k = pools.pages[i][fields[0].name]
-            pools.frames[i] = Frames(fields, len(k), frames, k.device)
+    frames = built.runner.pools.frames
+    assert frames is not None
+    frames.count, frames.numbers = count, frames.numbers[:, :count]
+    frames.near = {name: tensor[:, :count].contiguous() for name, tensor in frames.near.items()}
+    pages, device = frames.map.frame_of.shape[1], frames.numbers.device
+    frames.map = FrameMap.empty(len(frames.map.state), pages, count, device)
     poison(built)
     return built
 
@@ -69,6 +70,17 @@ def test_a_random_schedule_with_few_frames_gives_what_requests_give_alone(
 ) -> None:
     plain = build(family, enable_prefix_caching=False, **options)
     expect_alone(tiered(family, frames, **options), plain, seed=1)
+
+
+def test_steps_of_few_queries_read_host_memory_in_place(monkeypatch) -> None:
+    """As on a GPU: what they have selected comes into frames behind the last layer."""
+
+    def few(self, spec, inputs, plan) -> bool:
+        return len(inputs.q) <= spec.local_window
+
+    monkeypatch.setattr(HsaBackend, "_few", few)
+    built = tiered("landmarks", 70)
+    expect_alone(built, build("landmarks", enable_prefix_caching=False), seed=2)
 
 
 def same_schedule(engines: list[Built]) -> None:

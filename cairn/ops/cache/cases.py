@@ -102,6 +102,7 @@ def _(make: Make) -> Cases:
     given = frames_of(make, (3, 3, 8), 40, 29)
     yield given
     yield make.args(*given.clone().args, make.tensor([3, -1, 39, 17, 4, 5], torch.int64))
+    yield make.args(*frames_of(make, (3, 6, 4), 30, 13).args, layer_heads=2)
     yield frames_of(make, (70, 1, 16), 200, 1500)
     indices, row, *more = frames_of(make, (1, 2, 4), 30, 4).args
     yield make.args(indices[:0], row[:0], *more)

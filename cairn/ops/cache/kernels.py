@@ -163,29 +163,12 @@ def decode_slots_kernel(
 
 
 @triton.jit
-def resolve_frames_kernel(
-    indices, row, page_table, frame_of, page_in, used, state, renewed, found, sources, targets,
-    entries, changed, topk, table_stride, pages, frames,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, SEARCHED: tl.constexpr,
+def mark_entries(
+    indices, row, page_table, frame_of, found, sources, targets, head, entries, topk, table_stride,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head's part of resolve_frames. Entry e is place e % topk of token e // topk; -1 - e in
-    the map marks it as the first with a page that has no frame."""
-    head = tl.program_id(0).to(tl.int64)
-    frame_of += head * pages
-    page_in += head * frames
-    used += head * frames
-    sources += head * entries
-    targets += head * entries
-    hand = tl.load(state + head * 4)
-    step = tl.load(state + head * 4 + 1) + 1
-    hits = tl.load(state + head * 4 + 2)
-    misses = tl.load(state + head * 4 + 3)
-    if renewed is not None:
-        for begin in range(0, changed, BLOCK):
-            i = begin + tl.arange(0, BLOCK)
-            page = tl.load(renewed + i, mask=i < changed, other=-1)
-            tl.store(frame_of + page, -(1 << 31), mask=page >= 0)
-        tl.debug_barrier()
+    """Page of each entry, to `found`; in the map -1 - e marks e as the first entry of a page that
+    has no frame. Entry e is place e % topk of token e // topk."""
     for begin in range(0, entries, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         inside = e < entries
@@ -199,6 +182,64 @@ def resolve_frames_kernel(
         tl.store(found + at, page, mask=inside)
         tl.store(sources + e, -1, mask=inside)
         tl.store(targets + e, -1, mask=inside)
+
+
+@triton.jit
+def give_frames(
+    frame_of, page_in, used, sources, targets, hand, step, missing, first_page, first_frame, frames,
+    SHEETS: tl.constexpr, SEARCHED: tl.constexpr,
+):  # fmt: skip
+    """Give the `missing` pages in sources the next frames from `hand` on around that were not used
+    in this step; returns where the next search goes on."""
+    given, searched, last = 0, 0, hand - 1
+    while given < missing:
+        i = searched + tl.arange(0, SEARCHED)
+        frame = (hand + i) % frames
+        free = (i < frames) & (tl.load(used + frame) != step)
+        rank = given + tl.cumsum(free.to(tl.int32), 0) - 1
+        taken = free & (rank < missing)
+        before = tl.load(page_in + frame, mask=taken, other=-1)
+        held = tl.load(frame_of + before, mask=before >= 0, other=-1)
+        tl.store(frame_of + before, -(1 << 31), mask=(before >= 0) & (held == frame))
+        page = tl.load(sources + rank, mask=taken, other=0) // SHEETS - first_page
+        tl.store(page_in + frame, page.to(tl.int32), mask=taken)
+        tl.store(frame_of + page, frame.to(tl.int32), mask=taken)
+        tl.store(used + frame, step + tl.zeros([SEARCHED], tl.int64), mask=taken)
+        at = (first_frame + frame) * SHEETS + tl.program_id(0) % SHEETS
+        tl.store(targets + rank, at, mask=taken)
+        last = tl.maximum(last, tl.max(tl.where(taken, hand + i, -1), 0))
+        given += tl.sum(free.to(tl.int32), 0)
+        searched += SEARCHED
+    return (last + 1) % frames
+
+
+@triton.jit
+def resolve_frames_kernel(
+    indices, row, page_table, frame_of, page_in, used, state, renewed, found, sources, targets,
+    entries, changed, topk, table_stride, pages, frames,
+    HEADS: tl.constexpr, SHEETS: tl.constexpr, BLOCK: tl.constexpr, SEARCHED: tl.constexpr,
+):  # fmt: skip
+    """One head's part of resolve_frames; SHEETS: heads of a layer."""
+    head = tl.program_id(0).to(tl.int64)
+    layer = head // SHEETS
+    frame_of += head * pages
+    page_in += head * frames
+    used += head * frames
+    sources += head * entries
+    targets += head * entries
+    state += head * 4
+    hand, step = tl.load(state), tl.load(state + 1) + 1
+    hits, misses = tl.load(state + 2), tl.load(state + 3)
+    if renewed is not None:
+        for begin in range(0, changed, BLOCK):
+            i = begin + tl.arange(0, BLOCK)
+            page = tl.load(renewed + i, mask=i < changed, other=-1)
+            tl.store(frame_of + page, -(1 << 31), mask=page >= 0)
+        tl.debug_barrier()
+    mark_entries(
+        indices, row, page_table, frame_of, found, sources, targets, head, entries, topk,
+        table_stride, HEADS, BLOCK,
+    )  # fmt: skip
     tl.debug_barrier()
     missing, present = 0, 0
     for begin in range(0, entries, BLOCK):
@@ -211,35 +252,21 @@ def resolve_frames_kernel(
         present += tl.sum((hit & (before != step)).to(tl.int32), 0)
         first = (page >= 0) & (frame == -1 - e)
         rank = missing + tl.cumsum(first.to(tl.int32), 0) - 1
-        tl.store(sources + rank, page.to(tl.int64) * HEADS + head, mask=first)
+        at = (layer * pages + page) * SHEETS + head % SHEETS
+        tl.store(sources + rank, at, mask=first)
         missing += tl.sum(first.to(tl.int32), 0)
     tl.debug_barrier()
-    given, searched, last = 0, 0, hand - 1
-    while given < missing:
-        i = searched + tl.arange(0, SEARCHED)
-        frame = (hand + i) % frames
-        free = (i < frames) & (tl.load(used + frame) != step)
-        rank = given + tl.cumsum(free.to(tl.int32), 0) - 1
-        taken = free & (rank < missing)
-        before = tl.load(page_in + frame, mask=taken, other=-1)
-        held = tl.load(frame_of + before, mask=before >= 0, other=-1)
-        tl.store(frame_of + before, -(1 << 31), mask=(before >= 0) & (held == frame))
-        page = tl.load(sources + rank, mask=taken, other=0) // HEADS
-        tl.store(page_in + frame, page.to(tl.int32), mask=taken)
-        tl.store(frame_of + page, frame.to(tl.int32), mask=taken)
-        tl.store(used + frame, step + tl.zeros([SEARCHED], tl.int64), mask=taken)
-        tl.store(targets + rank, frame * HEADS + head, mask=taken)
-        last = tl.maximum(last, tl.max(tl.where(taken, hand + i, -1), 0))
-        given += tl.sum(free.to(tl.int32), 0)
-        searched += SEARCHED
+    hand = give_frames(
+        frame_of, page_in, used, sources, targets, hand, step, missing, layer * pages,
+        layer * frames, frames, SHEETS, SEARCHED,
+    )  # fmt: skip
     tl.debug_barrier()
     for begin in range(0, entries, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         at = (e // topk * HEADS + head) * topk + e % topk
         page = tl.load(found + at, mask=e < entries, other=-1)
-        frame = tl.load(frame_of + page, mask=page >= 0, other=-1)
-        tl.store(found + at, frame, mask=page >= 0)
-    tl.store(state + head * 4, (last + 1) % frames)
-    tl.store(state + head * 4 + 1, step)
-    tl.store(state + head * 4 + 2, hits + present)
-    tl.store(state + head * 4 + 3, misses + missing)
+        tl.store(found + at, tl.load(frame_of + page, mask=page >= 0), mask=page >= 0)
+    tl.store(state, hand)
+    tl.store(state + 1, step)
+    tl.store(state + 2, hits + present)
+    tl.store(state + 3, misses + missing)

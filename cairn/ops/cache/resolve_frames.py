@@ -27,6 +27,7 @@ def resolve_frames(
     used: Tensor,
     state: Tensor,
     renewed: Tensor | None = None,
+    layer_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give every selected page a frame, of each KV head by itself.
 
@@ -46,10 +47,12 @@ def resolve_frames(
         state: [h_kv, 4] int64. Changed.
         renewed: [N] int64 or None, pages whose frames hold what they no longer hold: they have none
             from now on. A negative one is no page.
+        layer_heads: h_kv is that of several layers, one after the other, of which each has so many;
+            None: of one layer.
     Returns:
         frames [T, h_kv, K] int32, -1 where no page is selected; sources and targets [h_kv, T * K]
-        int64, of pages that must be copied to their frames: page * h_kv + head and
-        frame * h_kv + head, padded with -1.
+        int64, of pages that must be copied to their frames: places in [layers, pages, layer_heads]
+        and in [layers, F, layer_heads], padded with -1.
     Raises:
         BadArgument: for another shape, dtype, device or layout, or too few frames.
     """
@@ -83,8 +86,10 @@ def resolve_frames(
         page_in[head, taken] = missing.int()
         frame_of[head, missing] = taken.int()
         used[head, taken] = state[head, 1]
-        sources[head, :count] = missing * heads + head
-        targets[head, :count] = taken * heads + head
+        layer, place = divmod(head, layer_heads or heads)
+        for line, entries, of in ((sources, missing, frame_of), (targets, taken, used)):
+            at = layer * of.shape[1] + entries
+            line[head, :count] = at * (layer_heads or heads) + place
         if count:
             state[head, 0] = (taken[-1] + 1) % used.shape[1]
         state[head, 2] += wanted.numel() - count
@@ -104,6 +109,8 @@ def _(call: Call) -> None:
     expect(name, "page_in", call.page_in, (heads, None), INT32, call.indices, -1)
     expect(name, "used", call.used, call.page_in.shape, INT64, call.indices, -1)
     expect(name, "state", call.state, (heads, 4), INT64, call.indices, -1)
+    if call.layer_heads is not None and (call.layer_heads < 1 or heads % call.layer_heads):
+        refuse(name, "layer_heads", f"is {call.layer_heads}, which does not divide {heads}")
     if call.renewed is not None:
         expect(name, "renewed", call.renewed, 1, INT64, call.indices, -1)
     if call.page_in.shape[1] < tokens * topk:
@@ -125,7 +132,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     frames = gpu.empty(call.indices.shape, torch.int32, call.indices.device)
     lines = (heads, tokens * topk)
     sources, targets = (gpu.empty(lines, torch.int64, call.indices.device) for _ in range(2))
-    if tokens * topk or call.renewed is not None:
+    if heads:
         resolve_frames_kernel[(heads,)](
             indices=call.indices,
             row=call.row,
@@ -145,6 +152,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
             pages=call.frame_of.shape[1],
             frames=call.page_in.shape[1],
             HEADS=heads,
+            SHEETS=call.layer_heads or heads,
             BLOCK=min(AT_ONCE, max(32, gpu.next_power_of_2(tokens * topk))),
             SEARCHED=AT_ONCE,
             num_warps=8,

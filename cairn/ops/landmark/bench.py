@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cairn.ops.benching import Alternative, Draw, Point, Points, moved
 from cairn.ops.landmark.blend_window import blend_window
+from cairn.ops.landmark.framed_attention import framed_attention
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.mean_summary import mean_summary
 from cairn.ops.landmark.page_attention import page_attention
@@ -28,6 +29,23 @@ def _(draw: Draw) -> Points:
             draw.args(pages, window, weight, draw.dtype),
             moved(pages, window, weight) + pages.numel() * draw.dtype.itemsize,
             alternatives=draw.by_torch(blend_window.reference),
+        )
+
+
+@framed_attention.bench
+def _(draw: Draw) -> Points:
+    for job in draw.attention():
+        layer, (key, bias) = job.layer, draw.summaries(job)
+        pages, heads = len(job.k_cache), layer.kv_heads
+        if job.q.shape[0] > layer.window:
+            continue
+        caches = (job.k_cache, job.v_cache)
+        frame_of = draw.arange(pages, dtype=torch.int32).expand(heads, -1).contiguous()
+        where = (job.row, job.slot, job.page_table, job.page_table, layer.window, layer.topk)
+        yield Point(
+            str(job),
+            draw.args(job.q, job.q, *caches * 3, frame_of, key, bias, *where, True),
+            job.window_bytes + job.selected_bytes + job.summary_bytes + 3 * moved(job.q),
         )
 
 

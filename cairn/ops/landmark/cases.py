@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from cairn.ops.cache import quantized
 from cairn.ops.landmark.blend_window import blend_window
+from cairn.ops.landmark.framed_attention import framed_attention
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.mean_summary import mean_summary
 from cairn.ops.landmark.page_attention import page_attention
@@ -15,7 +17,7 @@ from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.landmark.select_task import STRATEGIES
 from cairn.ops.landmark.store_prior_summary import store_prior_summary
 from cairn.ops.landmark.tuning import TUNING
-from cairn.ops.testing import Cases, Make
+from cairn.ops.testing import Cases, Make, Paged
 
 
 @blend_window.cases
@@ -24,6 +26,46 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         yield make.args(pages, window, weight, dtype)
     yield make.args(pages[:0], window[:0], weight[:0], torch.float32)
+
+
+def _framed(make: Make, paged: Paged, pages: int) -> tuple[Tensor, ...]:
+    """near_k, near_v, k_cache, v_cache, k_frames, v_frames, frame_of and near_table for caches of
+    so many pages. Half of the pages have frames; what is not to be read is no number."""
+    heads, nan = paged.k_cache.shape[1], float("nan")
+    order = make.rand(pages).argsort()
+    near = [torch.empty_like(cache) for cache in (paged.k_cache, paged.v_cache)]
+    far = [cache.clone() for cache in (paged.k_cache, paged.v_cache)]
+    frames = [make.full((pages, *x.shape[1:]), nan, x.dtype) for x in far]
+    frame_of = make.full((heads, pages), -(1 << 31), torch.int32)
+    for cache, moved in zip((paged.k_cache, paged.v_cache), near, strict=True):
+        moved[order] = cache
+    for head in range(heads):
+        own, places = (make.rand(pages).argsort()[: pages // 2] for _ in range(2))
+        frame_of[head, own] = places.int()
+        for cache, held in zip(far, frames, strict=True):
+            held[places, head] = cache[own, head]
+            cache[own, head] = nan
+    return (*near, *far, *frames, frame_of, order[paged.page_table.long()].int())
+
+
+@framed_attention.cases
+def _(make: Make) -> Cases:
+    for dtype, size, groups, group in ((torch.float32, 8, 2, 4), (torch.bfloat16, 16, 1, 8)):
+        heads = groups * group
+        paged = make.paged((275, 9, 90), groups, size, 16, dtype=dtype)
+        row, slot, _ = paged.queries((3, 2, 2))
+        pages = paged.k_cache.shape[0]
+        q = make.randn(row.numel(), heads, 16, dtype=dtype)
+        z = make.randint(-3, 4, row.numel(), heads, 16).to(dtype)
+        key = make.randint(-2, 3, pages, heads, 16).to(dtype)
+        bias = make.randint(0, 5, pages, heads).float() / 4
+        *framed, near_table = _framed(make, paged, pages)
+        where = (row, slot, near_table, paged.page_table, 2 * size + 1, 3)
+        for softmax1, more in ((False, {}), (True, {"store_summaries": True})):
+            yield make.args(q, z, *framed, key, bias, *where, softmax1, **more)
+        yield make.args(q, z, *framed, key, None, *where, True, strategy="head")
+        none = (row[:0], slot[:0], *where[2:])
+        yield make.args(q[:0], z[:0], *framed, key, bias, *none, True)
 
 
 @landmark_attention.cases

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,29 @@ class _Plan:
         return gpu.next_power_of_2(self.chunks * topk)
 
 
-def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: bool) -> _Plan:
+class InFrames(NamedTuple):
+    """Where pages are that are not under windows: in host memory, and some in frames beside.
+
+    Attributes:
+        k_cache, v_cache: [pages, h_kv, S, d], in host memory.
+        k_frames, v_frames: [F, h_kv, S, d]; None: there are none.
+        frame_of: [h_kv, pages] int32, see `cairn.ops.resolve_frames`; likewise.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k_frames: Tensor | None
+    v_frames: Tensor | None
+    frame_of: Tensor | None
+
+
+def _plan(
+    task: launch.Task,
+    job: select_launch.Selection,
+    pages: Pages,
+    store: bool,
+    in_frames: InFrames | None,
+) -> _Plan:
     tokens, lines = task.q.shape[0], task.q.shape[0] * job.groups
     tile = max(1, TUNING.fused_tile_numbers // (job.group * job.width))
     wanted = max(TUNING.fused_least_programs, -(-TUNING.fused_programs // lines))
@@ -73,7 +95,7 @@ def _plan(task: launch.Task, job: select_launch.Selection, pages: Pages, store: 
     while -(-job.pages // chunk) * job.topk > max(TUNING.fused_most_listed, job.topk):
         chunk *= 2
     read = lines * (job.topk * job.page_size + task.window) * 2 * pages.line_bytes
-    whole = read >= TUNING.fused_whole * gpu.memory_rate(task.q.device)
+    whole = in_frames is None and read >= TUNING.fused_whole * gpu.memory_rate(task.q.device)
     splits = launch.splits_of(
         task, TUNING.fused_window_programs if whole else ATTENTION_TUNING.programs
     )
@@ -114,13 +136,18 @@ class _Memory:
 
 
 def attend(
-    task: launch.Task, job: select_launch.Selection, softmax1: bool, store: bool
+    task: launch.Task,
+    job: select_launch.Selection,
+    softmax1: bool,
+    store: bool,
+    in_frames: InFrames | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, indices, scores and lse of landmark_attention.
 
     Args:
         task: the window; job: the selection, whose lse is not used; the same tokens in both.
         store: store summaries first; no page may be completed that a token has for a candidate.
+        in_frames: selected pages; None: they lie where those under windows do.
     """
     tokens, heads = task.q.shape[:2]
     indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
@@ -130,15 +157,15 @@ def attend(
         return out, indices, scores, lse
     pages = Pages(
         task.q,
-        task.k_cache,
-        task.v_cache,
+        task.k_cache if in_frames is None else in_frames.k_cache,
+        task.v_cache if in_frames is None else in_frames.v_cache,
         task.row,
         task.page_table,
         indices,
         scores,
         task.q.shape[2] ** -0.5 if task.scale is None else task.scale,
     )
-    plan = _plan(task, job, pages, store)
+    plan = _plan(task, job, pages, store, in_frames)
     # Rows are padded to 32 numbers, so that loads and stores are vectorised.
     u = job.empty(tokens, heads, -(-job.pages // 32) * 32)
     tops, sums = (job.empty(tokens, plan.programs, heads) for _ in range(2))
@@ -147,6 +174,7 @@ def attend(
     found = (page, at, job.empty(*shape))
     memory = _Memory(out, indices, scores, lse, *task.empty(plan.parts), u, tops, sums, found)
     arguments = _arguments(task, job, plan, memory, pages)
+    there = in_frames or InFrames(task.k_cache, task.v_cache, *(None,) * 3)
     if plan.whole:
         _whole(job, plan, pages, memory, arguments, softmax1)
         return out, indices, scores, lse
@@ -165,7 +193,12 @@ def attend(
     )
     # The selected pages' states behind the window's, and the results' pages and scores.
     read_kernel[(plan.reads, job.groups, tokens)](
-        **gpu.taken(read_kernel, arguments | {"GP": arguments["ROWS"], "KEYS": pages.keys}),
+        **gpu.taken(
+            read_kernel,
+            arguments
+            | there._asdict()
+            | {"GP": arguments["ROWS"], "KEYS": pages.keys, "total_pages": len(pages.k_cache)},
+        ),
         num_warps=_reading_warps(plan, pages),
         num_stages=TUNING.fused_read_stages,
         **pdl_option(plan.pdl and tokens <= TUNING.fused_early_reads),
@@ -186,6 +219,8 @@ def _arguments(
     page, at, value = memory.found
     return {
         **task.arguments(),
+        "page_table": job.page_table,
+        "near_table": task.page_table,
         "lmk_q": job.lmk_q,
         "key": job.summary_key,
         "bias": job.bias,

@@ -110,9 +110,10 @@ def score_tiles(
 
 @triton.jit
 def scan(
-    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, part_o, part_lse, u, tops, sums,
-    scanned, splits, programs, parts, window, scale, table_stride, page_stride, head_stride,
-    offset, score_scale, key_page_stride, key_head_stride, pages, token, kv, program,
+    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, near_table,
+    part_o, part_lse, u, tops, sums, scanned, splits, programs, parts, window, scale,
+    table_stride, page_stride, head_stride, offset, score_scale, key_page_stride, key_head_stride,
+    pages, token, kv, program,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     SIZE: tl.constexpr, GP: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
@@ -123,6 +124,7 @@ def scan(
     is in, if it is.
 
     Args:
+        near_table: where k_cache and v_cache have the pages; page_table: where the summaries are.
         scanned: counts those that attend, and those that have something to score; or None.
         ROWS, GP: heads of the group, padded to a power of two, ROWS >= 16.
         PAGE: SIZE, padded to a power of two >= 16.
@@ -131,7 +133,7 @@ def scan(
     """
     if program < splits:
         attend_split(
-            q, k_cache, v_cache, row, slot, page_table, part_o, part_lse, parts,
+            q, k_cache, v_cache, row, slot, near_table, part_o, part_lse, parts,
             window, scale, table_stride, page_stride, head_stride, token, kv, program, splits,
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, KEYS, True, True, PRECISION, SINGLE,
             PDL,
@@ -155,23 +157,24 @@ def scan(
         if place % SIZE == SIZE - 1:
             logical = tl.load(row + token) * table_stride + place // SIZE
             page = tl.load(page_table + logical).to(tl.int64)
+            near = tl.load(near_table + logical).to(tl.int64)
             group: tl.constexpr = HEADS // KV_HEADS
             query = lmk_q + token.to(tl.int64) * HEADS * DIM
             head = kv * group + program - splits - programs
             for n in range(group // STORES):
                 store_summary(
-                    query, k_cache, page, page, head + n * STORES, key, bias,
+                    query, k_cache, near, page, head + n * STORES, key, bias,
                     score_scale, page_stride, head_stride, key_page_stride, key_head_stride,
                     HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS,
                 )  # fmt: skip
 
 
 @triton.jit(
-    early=("key", "bias", "row", "slot", "page_table"),
+    early=("key", "bias", "row", "slot", "page_table", "near_table"),
     do_not_specialize=["splits", "programs", "parts"],
 )
 def scan_kernel(
-    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table,
+    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, near_table,
     part_o, part_lse, u, tops, sums,
     splits, programs, parts, window, scale, table_stride, page_stride, head_stride,
     offset, score_scale, key_page_stride, key_head_stride, pages,
@@ -183,8 +186,8 @@ def scan_kernel(
     """`scan` of a token and KV head."""
     launch_next(PDL)
     scan(
-        q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, part_o, part_lse, u, tops,
-        sums, None, splits, programs, parts, window, scale, table_stride,
+        q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, near_table, part_o, part_lse,
+        u, tops, sums, None, splits, programs, parts, window, scale, table_stride,
         page_stride, head_stride, offset, score_scale, key_page_stride, key_head_stride, pages,
         tl.program_id(2), tl.program_id(1), tl.program_id(0),
         HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES,
@@ -338,10 +341,10 @@ def pages_at(
 
 @triton.jit
 def read(
-    q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
+    q, k_cache, v_cache, k_frames, v_frames, frame_of, slot, u, found_page, found_at, found_value,
     indices, scores, part_o, part_lse, picked,
-    scale, page_stride, head_stride, offset, pages, topk, reads, first, parts, chunks, token, kv,
-    split,
+    total_pages, scale, page_stride, head_stride, offset, pages, topk, reads, first, parts, chunks,
+    token, kv, split,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
     LISTED: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
@@ -353,6 +356,8 @@ def read(
     topk] and scores [T, HEADS, topk].
 
     Args:
+        frame_of: [KV_HEADS, total_pages], where k_frames and v_frames have a page; below 0:
+            nowhere, it is read from k_cache and v_cache. None: all are.
         u: of `score_tiles`; found_page, found_at and found_value: of `pick`.
         picked: as in `pick`.
         LISTED: as in `pages_at`.
@@ -387,8 +392,14 @@ def read(
         own = tl.load(
             u + head * pages + this, mask=alive, other=float("-inf"), cache_modifier=".cg"
         )
+        k_head, v_head = k_cache + at_head, v_cache + at_head
+        if frame_of is not None:
+            frame = tl.load(frame_of + kv * total_pages + page)
+            k_head = tl.where(frame >= 0, k_frames + at_head, k_head)
+            v_head = tl.where(frame >= 0, v_frames + at_head, v_head)
+            page = tl.where(frame >= 0, frame, page)
         value, summed = page_output(
-            query, k_cache + at_head, v_cache + at_head, page * page_stride,
+            query, k_head, v_head, page * page_stride,
             True, scale * 1.4426950408889634, DIM, SIZE, DP, KEYS, PRECISION,
         )  # fmt: skip
         tl.store(scores + head * topk + split + i * reads, own, mask=alive)
@@ -410,9 +421,9 @@ def read(
 
 @triton.jit(early=("slot",), do_not_specialize=["first", "parts"])
 def read_kernel(
-    q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
+    q, k_cache, v_cache, k_frames, v_frames, frame_of, slot, u, found_page, found_at, found_value,
     indices, scores, part_o, part_lse,
-    scale, page_stride, head_stride, offset, pages, topk, first, parts, chunks,
+    total_pages, scale, page_stride, head_stride, offset, pages, topk, first, parts, chunks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
     LISTED: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
@@ -421,9 +432,9 @@ def read_kernel(
     """`read` of a split of the selected pages, KV head and token."""
     launch_next(PDL)
     read(
-        q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
-        indices, scores, part_o, part_lse, None, scale, page_stride, head_stride, offset, pages,
-        topk, tl.num_programs(0), first, parts, chunks,
+        q, k_cache, v_cache, k_frames, v_frames, frame_of, slot, u, found_page, found_at,
+        found_value, indices, scores, part_o, part_lse, None, total_pages, scale, page_stride,
+        head_stride, offset, pages, topk, tl.num_programs(0), first, parts, chunks,
         tl.program_id(2).to(tl.int64), tl.program_id(1), tl.program_id(0),
         HEADS, KV_HEADS, DIM, SIZE, GP, DP, KEYS, CHUNK, LISTED, EACH, PDL, PRECISION, STAGES,
     )  # fmt: skip

@@ -126,8 +126,8 @@ def step_kernel(
     counters += line * APART
     if item < scans:
         scan(
-            q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, part_o, part_lse,
-            u, tops, sums, counters + 1, splits, programs, parts, window, scale,
+            q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, page_table, part_o,
+            part_lse, u, tops, sums, counters + 1, splits, programs, parts, window, scale,
             table_stride, page_stride, head_stride, offset, score_scale, key_page_stride,
             key_head_stride, pages, token, kv, item,
             HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES,
@@ -142,8 +142,8 @@ def step_kernel(
         )  # fmt: skip
     else:
         read(
-            q, k_cache, v_cache, slot, u, found_page, found_at, found_value,
-            indices, scores, part_o, part_lse, counters + 2, scale, page_stride, head_stride,
+            q, k_cache, v_cache, None, None, None, slot, u, found_page, found_at, found_value,
+            indices, scores, part_o, part_lse, counters + 2, 0, scale, page_stride, head_stride,
             offset, pages, topk, reads, splits, parts, chunks, token, kv, item - scans - chunks,
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, PAGE, SHORT << (LEVELS - 1), LISTED,
             EACH, PDL, PRECISION, STAGES,
