@@ -273,6 +273,7 @@ _QWEN_35: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 262144,
     "attention_bias": False,
+    "mtp_num_hidden_layers": 1,
     "eos_token_id": 248046,
 }
 
