@@ -19,6 +19,8 @@ COUNTERS = (
     "pages_read",
     "pages_held",
     "preemptions",
+    "frame_hits",
+    "frame_misses",
 )
 
 
