@@ -94,6 +94,7 @@ class OracleBatch:
         self.users = torch.tensor(users, device=at)
         slots = torch.arange(len(ids))
         self.last = slots % self.size == self.size - 1
+        self.slot = slots.to(at)
         self.completed = slots[self.last].to(at)
         self.batch = self
         self.layers = [OracleLayer(self, i) for i in range(self.spec.num_layers)]

@@ -127,6 +127,8 @@ def test_row_9_defaults(model):
         "speculation": None,
         "kv_host_memory": 0,
         "kv_host_tier": False,
+        "balance": None,
+        "nodes": None,
         "tensor_parallel_size": 1,
         "disaggregation": None,
         "media": dataclasses.asdict(MediaLimits()),
