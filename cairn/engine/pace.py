@@ -48,7 +48,7 @@ class Pace:
             else:
                 request.right *= DRIFT
                 request.tried *= DRIFT
-        self.refused += not found
+        self.refused += bool(requests) and not found
         return found
 
     @property
