@@ -61,6 +61,11 @@ def test_what_has_stopped_is_tried_again():
         for _ in range(2 * RETRY + 4)
     ]
     assert sum(tries) == 2
+    # A draft layer makes its guesses in the step before.
+    wanted = (step for step in range(2 * RETRY) if dear.candidates([one], load))
+    assert next(wanted) and dear.pays({one: []}, load)
+    assert dear.candidates([one], load) and dear.pays({one: [0] * DRAFTS}, load)
+    assert not dear.candidates([one], load)
 
 
 def test_the_first_steps_with_guesses_capture_graphs_and_stop_nobody():
