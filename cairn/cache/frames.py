@@ -8,8 +8,12 @@ Pages are written through to host memory as they are completed, so a frame is ne
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Self
 
 import torch
@@ -121,13 +125,26 @@ def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
     Raises OutOfMemory where so much cannot be locked.
     """
-    device = torch.device(device)
-    memory = torch.empty(shape, dtype=dtype)
-    if device.type != "cuda" or not memory.numel():
-        return memory.to(device)
+    device, nbytes = torch.device(device), math.prod(shape) * dtype.itemsize
+    if device.type != "cuda" or not nbytes:
+        return torch.empty(shape, dtype=dtype, device=device)
     with torch.cuda.device(device):
-        mapped = torch.as_tensor(_Locked(memory), device=device)
+        mapped = torch.as_tensor(_Locked(_filled(nbytes)), device=device)
     return mapped.view(dtype).view(shape)
+
+
+def _filled(nbytes: int) -> Tensor:
+    """Memory in large pages, all of it there: locked as it is touched it would take a second a
+    gigabyte."""
+    pages = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(Tensor.zero_, memory.split(1 << 28)):
+            pass
+    return memory
 
 
 class _Locked:
