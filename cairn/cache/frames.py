@@ -113,6 +113,10 @@ class Frames:
         """That of one layer."""
         return self.map.part(slice(place * self.heads, (place + 1) * self.heads))
 
+    def forget(self) -> None:
+        """No frame holds a page any more."""
+        self.map.frame_of.fill_(NOWHERE)
+
     def traffic(self) -> tuple[int, int, int]:
         """Sheets that were found in frames and sheets that were fetched, each counted once a call,
         and the bytes of the latter; waits for the device."""
