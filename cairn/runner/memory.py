@@ -27,7 +27,7 @@ from cairn.types import SamplingParams
 
 PAGES = 8
 """Pages of the temporary pool."""
-FRAMED = 16
+FRAMED = 64
 """Queries whose pages fit into the frames of the temporary pool together."""
 CONTEXT = 1 << 16
 """Steps run after at most this many tokens: what they take does not grow behind it, their time
