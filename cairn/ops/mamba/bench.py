@@ -86,7 +86,7 @@ def _(draw: Draw) -> Points:
         flops = net.value_heads * (10 * 64 * net.key_dim + 6 * net.key_dim * net.value_dim)
         yield Point(
             f"{tokens} x {net.value_heads} x {net.value_dim}",
-            draw.args(q, k, v, -g, beta, None, state, None, starts, True),
+            draw.args(q, k, v, -g, beta, state, None, None, starts, True),
             moved(q, k, v, v, state, state),
             float(tokens * flops),
         )

@@ -110,13 +110,13 @@ def _(make: Make) -> Cases:
         starts, slot = words(0, 1, 1, 18, 90, 155), words(2, 0, 4, -1, 3)
         used = make.tensor([True, True, True, True, False], torch.bool)
         given = drawn(1, 160, (2, 4), (12, 8), dtype)
-        yield make.args(*given, None, pool, slot, starts, True, used)
+        yield make.args(*given, pool, None, slot, starts, True, used)
         given = drawn(2, 5, (1, 3), (8, 16), dtype)
-        yield make.args(*given, 0.1, None, None, None, True)
+        yield make.args(*given, make.randn(2, 3, 16, 8), 0.1, None, None, True)
     given = drawn(2, 70, (2, 2), (8, 8))
-    yield make.args(*given, None, make.randn(2, 2, 8, 8), use_qk_l2norm_in_kernel=True)
+    yield make.args(*given, make.randn(2, 2, 8, 8), use_qk_l2norm_in_kernel=True)
     given = drawn(1, 0, (2, 2), (8, 8))
-    yield make.args(*given, None, make.randn(2, 2, 8, 8), words(0), words(0, 0))
+    yield make.args(*given, make.randn(2, 2, 8, 8), None, words(0), words(0, 0))
 
 
 @fused_gdn_gating.cases

@@ -24,14 +24,15 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
+    initial_state: Tensor,
     scale: float | None = None,
-    initial_state: Tensor | None = None,
     initial_state_indices: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     use_qk_l2norm_in_kernel: bool = False,
     has_initial_state: Tensor | None = None,
 ) -> Tensor:
-    """`chunk_gated_delta_rule` with the axes in one order and one result, o [B, T, HV, V].
+    """`chunk_gated_delta_rule` with the axes in one order, states given, and one result, o
+    [B, T, HV, V].
 
     The definition is the recurrence, token by token.
     """
@@ -47,7 +48,7 @@ def _run(
     g: Tensor,
     beta: Tensor,
     scale: float | None,
-    pool: Tensor | None,
+    pool: Tensor,
     slots: Tensor | None,
     used: Tensor | None,
     starts: Tensor | None,
@@ -90,6 +91,7 @@ def _(call: Call) -> None:
         count = call.cu_seqlens.shape[0] - 1
     shape = (call.v.shape[2], call.v.shape[3], call.q.shape[3])
     names = ("initial_state", "initial_state_indices")
+    expect(NAME, names[0], call.initial_state, (None, *shape), (torch.float32,), call.q)
     states.expect_pool(
         NAME, names, call.initial_state, call.initial_state_indices, count, shape, call.q
     )
@@ -188,14 +190,17 @@ def chunk_gated_delta_rule(
         BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
     """
     q, k, v, g, beta = _tokens_first(head_first, q, k, v, g, beta)
+    if initial_state is None:
+        # torch.compile takes no op of which the argument that it changes is not there.
+        initial_state, initial_state_indices = _zeros(q, k, v, cu_seqlens), None
     o = gated_delta_rule(
         q,
         k,
         v,
         g,
         beta,
-        scale,
         initial_state,
+        scale,
         initial_state_indices,
         cu_seqlens,
         use_qk_l2norm_in_kernel,
@@ -228,14 +233,19 @@ def chunk_gated_delta_rule_cpu(
     """
     q, k, v, g, beta = _tokens_first(head_first, q, k, v, g, beta)
     if initial_state is None:
-        states.expect_heads(NAME, q, k, v)
-        count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        state = q.new_zeros((count, v.shape[2], v.shape[3], q.shape[3]), dtype=torch.float32)
+        state = _zeros(q, k, v, cu_seqlens)
     else:
         expect(NAME, "initial_state", initial_state, 4, (torch.float32,))
         state = initial_state.transpose(-1, -2).contiguous().clone()
-    o = gated_delta_rule(q, k, v, g, beta, None, state, None, cu_seqlens, use_qk_l2norm_in_kernel)
+    o = gated_delta_rule(q, k, v, g, beta, state, None, None, cu_seqlens, use_qk_l2norm_in_kernel)
     return o.transpose(1, 2) if head_first else o, state.transpose(-1, -2).contiguous(), None
+
+
+def _zeros(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """States [N, HV, V, K] of sequences that begin."""
+    states.expect_heads(NAME, q, k, v)
+    count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return q.new_zeros((count, v.shape[2], v.shape[3], q.shape[3]), dtype=torch.float32)
 
 
 def _tokens_first(head_first: bool, *given: Tensor) -> Sequence[Tensor]:

@@ -278,7 +278,7 @@ def _chunk_table(of: Sequences, most: int, device: torch.device) -> tuple[Tensor
 
 
 def run_chunks(
-    rule: Rule, pool: Tensor | None, of: Sequences, out: Tensor, few_apart: bool = False
+    rule: Rule, pool: Tensor, of: Sequences, out: Tensor, few_apart: bool = False
 ) -> None:
     """The rule in chunks; see `kernels.chunks`. Outputs behind all sequences become 0."""
     tokens, heads, high = rule.v.shape

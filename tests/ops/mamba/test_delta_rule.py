@@ -129,9 +129,11 @@ def test_cuts_at_whole_chunks_change_no_bit() -> None:
 
 
 def test_which_way_a_sequence_runs_depends_on_its_length() -> None:
-    call = (torch.zeros(1, tokens, HV, V) for tokens in (16, 17))
+    call, state = (torch.zeros(1, tokens, HV, V) for tokens in (16, 17)), torch.zeros(1, HV, V, K)
     names = [
-        gated_delta_rule.choice(*(torch.zeros(1, v.shape[1], H, K),) * 2, v, v[..., 0], v[..., 0])
+        gated_delta_rule.choice(
+            *(torch.zeros(1, v.shape[1], H, K),) * 2, v, v[..., 0], v[..., 0], state
+        )
         for v in call
     ]
     assert names == ["reference", "torch"]

@@ -187,9 +187,7 @@ def carry_kernel(
     wide, high = column < K, line < V
     cell = head * (V * K) + line[None, :] * K + column[:, None]
     held = wide[:, None] & high[None, :]
-    state = tl.zeros((BLOCK_K, BLOCK_V), dtype=tl.float32)
-    if pool is not None:
-        state = tl.load(pool + slot * (HEADS * V * K) + cell, mask=held & used, other=0.0)
+    state = tl.load(pool + slot * (HEADS * V * K) + cell, mask=held & used, other=0.0)
     key_head = head // EACH
     dtype = v.dtype.element_ty
     for n in tl.range(0, chunks, num_stages=STAGES):
@@ -221,5 +219,4 @@ def carry_kernel(
         tl.store(place, o.to(out.dtype.element_ty), mask=filled)
         new = (left[:, None] * new).to(dtype)
         state = decay * state + tl.dot(tl.trans(key), new)
-    if pool is not None:
-        tl.store(pool + target * (HEADS * V * K) + cell, state, mask=held & (target >= 0))
+    tl.store(pool + target * (HEADS * V * K) + cell, state, mask=held & (target >= 0))
