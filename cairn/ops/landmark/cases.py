@@ -64,6 +64,8 @@ def _(make: Make) -> Cases:
         for softmax1, more in ((False, {}), (True, {"store_summaries": True})):
             yield make.args(q, z, *framed, key, bias, *where, softmax1, **more)
         yield make.args(q, z, *framed, key, None, *where, True, strategy="head")
+        packed = [quantized.pack(cache) for cache in framed[:-1]]
+        yield make.args(q, z, *packed, framed[-1], key, bias, *where, True)
         none = (row[:0], slot[:0], *where[2:])
         yield make.args(q[:0], z[:0], *framed, key, bias, *none, True)
 
