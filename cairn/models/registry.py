@@ -167,7 +167,8 @@ def load_model(
         if not group.alone:
             whole = Decoder(spec, kind)
             divide(model, whole)
-    model.to_empty(device=torch.device(device))
+    # Module.to_empty does the same by empty_like, which imports sympy for tensors without memory.
+    model._apply(lambda like: torch.empty(like.shape, dtype=like.dtype, device=device))
     division = Division(whole, group)
     if random_seed is None:
         load_weights(model, Path(path), spec.ignored, division)

@@ -74,10 +74,15 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
         return functools.partial(jit, threads=threads)
     if not AVAILABLE:
         return function
-    # As numpy does: a division by zero gives an infinity or NaN.
-    options: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy"}
+    # As numpy does: a division by zero gives an infinity or NaN. Wrappers for callers in Python and
+    # in C take as long to compile as a small function.
+    options: dict[str, Any] = {
+        "fastmath": set(FAST),
+        "error_model": "numpy",
+        "no_cfunc_wrapper": True,
+    }
     if not threads:
-        return _module.njit(function, **options)
+        return _module.njit(function, **options, no_cpython_wrapper=True)
     compiled = _module.njit(function, **options, nogil=True, parallel=PARALLEL)
     # Where no folder may be written, each process compiles.
     with contextlib.suppress(RuntimeError, AttributeError):

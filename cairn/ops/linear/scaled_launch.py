@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.linear.scaled_kernels import scaled_mm_kernel
-from cairn.ops.moe.experts_launch import spread
-from cairn.ops.moe.tuning import Tile
+from cairn.ops.quantization.codes import E4M3
+
+
+class Tile(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+        rows: of a, and of the result.
+        columns: of the result.
+        part: columns of a and b in one step.
+        warps, stages: of the launch.
+        table: a and b are copied by the device's engine (TMA).
+        turned, steps: see `scaled_mm_kernel`.
+    """
+
+    rows: int
+    columns: int
+    part: int
+    warps: int
+    stages: int
+    table: bool = False
+    turned: bool = False
+    steps: int = 1
+
 
 TILES = (
-    (16, Tile(16, 64, 256, 4, 4)),
-    (32, Tile(32, 64, 256, 4, 4)),
-    (64, Tile(64, 64, 128, 4, 4)),
-    (256, Tile(64, 128, 128, 4, 4)),
+    (16, (Tile(16, 64, 256, 4, 4), Tile(16, 32, 256, 4, 6), Tile(16, 16, 256, 2, 6))),
+    (32, (Tile(32, 64, 256, 4, 4), Tile(32, 32, 256, 4, 4))),
+    (64, (Tile(64, 64, 128, 4, 4), Tile(64, 32, 256, 4, 4))),
+    (256, (Tile(64, 128, 128, 4, 4),)),
 )
-"""Rows up to which a tile serves."""
-LARGE = Tile(128, 256, 128, 8, 3, 8, True)
+"""Rows up to which tiles serve: the first that gives every processor a program, or the last."""
+LARGE = {E4M3: Tile(128, 256, 128, 8, 3, True), torch.int8: Tile(128, 256, 128, 8, 4, True)}
+"""Tile of more rows, by the dtype of the codes."""
+TOGETHER = 8
+"""Tiles of rows that go through all columns together."""
 _ALIGNED = 16
 """Bytes that a table's address and its lines' are multiples of."""
 
@@ -38,10 +65,12 @@ def multiplies_codes(x: Tensor, dtype: torch.dtype) -> bool:
     return fast and (dtype == torch.int8 or gpu.knows_e4m3(x.device))
 
 
-def tile_for(rows: int, numbers: int, device: torch.device) -> Tile:
-    """What a program of a product [rows, numbers] computes."""
-    tile = next((tile for most, tile in TILES if rows <= most), LARGE)
-    return spread(tile, -(-rows // tile.rows), numbers, device)
+def tile_for(rows: int, numbers: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """What a program of a product [rows, numbers] of codes computes."""
+    tiles = next((tiles for most, tiles in TILES if rows <= most), (LARGE[dtype],))
+    wanted = gpu.processors(device)
+    fit = (tile for tile in tiles if -(-rows // tile.rows) * -(-numbers // tile.columns) >= wanted)
+    return next(fit, tiles[-1])
 
 
 def multiply(
@@ -81,10 +110,12 @@ def multiply(
         BM=tile.rows,
         BN=tile.columns,
         BK=tile.part,
-        TILES=tile.together,
+        TILES=TOGETHER,
+        STEPS=tile.steps,
+        TURNED=tile.turned,
         INTEGER=a.dtype == torch.int8,
         TABLE=table,
-        EVEN=width % tile.part == 0,
+        EVEN=width % (tile.part * tile.steps) == 0,
         PDL=gpu.supports_pdl(a.device),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -128,7 +128,7 @@ def _register(own: Op[..., Tensor], dtype: torch.dtype) -> None:
         shape = (call.mat_a.shape[0], call.mat_b.shape[1])
         out = gpu.empty(shape, call.out_dtype, call.mat_a.device)
         given = (call.scales_a, call.scales_b, call.bias, out)
-        tile = scaled_launch.tile_for(*shape, out.device)
+        tile = scaled_launch.tile_for(*shape, dtype, out.device)
         return scaled_launch.multiply(call.mat_a, call.mat_b.t(), *given, tile)
 
 

@@ -135,15 +135,18 @@ def _(draw: Draw) -> Points:
     yield _point(draw, 16, x, weight, zeros, zeros, draw.rand(numbers).half(), draw.rand(16).half())
 
 
-SHAPES = {"full": ((6144, 4096), (4096, 12288), (24576, 4096)), "tiny": ((64, 128),)}
-"""N and K of products of Qwen3-8B's layers."""
+SHAPES = {
+    "full": ((6144, 4096, (4, 8)), (4096, 12288, (4,)), (24576, 4096, (4,))),
+    "tiny": ((64, 128, (4, 8)),),
+}
+"""N and K of products of Qwen3-8B's layers, and the bits that they are timed with."""
 
 
 @linear_packed.bench
 def _(draw: Draw) -> Points:
-    for numbers, width in SHAPES[draw.sizes]:
+    for numbers, width, kinds in SHAPES[draw.sizes]:
         plain = draw.randn(numbers, width)
-        for bits in (4, 8):
+        for bits in kinds:
             words = _words(draw, layout.words_of(width, bits), numbers)
             scale = draw.rand(width // 128, numbers)
             zero = draw.randint(0, 1 << bits, width // 128, numbers, dtype=torch.int16)
@@ -158,7 +161,7 @@ def _(draw: Draw) -> Points:
 
 @dequantize_packed.bench
 def _(draw: Draw) -> Points:
-    for numbers, width in SHAPES[draw.sizes]:
+    for numbers, width, _ in SHAPES[draw.sizes]:
         words = _words(draw, layout.words_of(width, 4), numbers)
         scale = draw.rand(width // 128, numbers)
         least = moved(words, scale) + numbers * width * draw.dtype.itemsize

@@ -249,29 +249,36 @@ def sum_parts_kernel(
 def dequantize_packed_kernel(
     words, scale, zero, out, rows, numbers, width, groups, group,
     BITS: tl.constexpr, E4M3: tl.constexpr, BN: tl.constexpr, MIDDLE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """out [E, numbers, width] of words [E, rows, numbers], 16 rows of words and BN columns a
-    program."""
+    program. WHOLE: these are of one group."""
     COUNT: tl.constexpr = 32 // BITS
+    BLOCK: tl.constexpr = 16 * COUNT
     expert = tl.program_id(2).to(tl.int64)
     words += expert * rows * numbers
     scale += expert * groups * numbers
     out += expert * numbers * width
     number = tl.program_id(0) * BN + tl.arange(0, BN)
     there = number < numbers
-    line = tl.arange(0, UNIT)
-    row = (tl.program_id(1) * UNIT + line).to(tl.int64)
+    row = (tl.program_id(1) * UNIT + tl.arange(0, UNIT)).to(tl.int64)
     packed = tl.load(words + row[:, None] * numbers + number[None, :], mask=there[None, :], other=0)
-    for j in tl.static_range(COUNT):
-        at = (tl.program_id(1) * COUNT + j) * UNIT + line
+    # [numbers of a column that one shift takes out, rows of words, columns]
+    shift = (tl.arange(0, COUNT) * BITS)[:, None, None]
+    code = codes_of(packed[None, :, :], shift, BITS, E4M3).reshape(BLOCK, BN)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (at < width)[:, None] & there[None, :]
+    if WHOLE:
+        place = (tl.program_id(1) * BLOCK // group * numbers + number)[None, :]
+        read = there[None, :]
+    else:
         place = tl.minimum(at // group, groups - 1)[:, None] * numbers + number[None, :]
-        inside = (at < width)[:, None] & there[None, :]
-        factor = tl.load(scale + place, mask=inside, other=0.0)
-        code = codes_of(packed, j * BITS, BITS, E4M3)
-        if zero is None:
-            value = code - MIDDLE
-        else:
-            middle = tl.load(zero + expert * groups * numbers + place, mask=inside, other=0)
-            value = code - middle.to(tl.float32)
-        to = out + number.to(tl.int64)[None, :] * width + at[:, None]
-        tl.store(to, (value * factor).to(out.dtype.element_ty), mask=inside)
+        read = inside
+    factor = tl.load(scale + place, mask=read, other=0.0)
+    if zero is None:
+        value = code - MIDDLE
+    else:
+        middle = tl.load(zero + expert * groups * numbers + place, mask=read, other=0)
+        value = code - middle.to(tl.float32)
+    to = out + number.to(tl.int64)[None, :] * width + at[:, None]
+    tl.store(to, (value * factor).to(out.dtype.element_ty), mask=inside)

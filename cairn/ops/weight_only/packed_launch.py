@@ -37,13 +37,13 @@ class Shape(NamedTuple):
         programs: for each multiprocessor that split-K aims at when the columns alone give fewer.
     """
 
-    columns: int = 64
-    warps: int = 4
-    stages: int = 4
-    programs: int = 4
+    columns: int
+    warps: int
+    stages: int
+    programs: int
 
 
-SHAPE = Shape()
+SHAPE = Shape(128, 4, 4, 2)
 SUMMED = 1024
 """Outputs of a program that adds up the parts of split-K."""
 OFFSETS = {(torch.float16, 4): 1024.0, (torch.float16, 8): 1024.0, (torch.bfloat16, 4): 128.0}
@@ -203,6 +203,7 @@ def dequantize(weight: Packed, out: Tensor) -> Tensor:
         E4M3=weight.e4m3,
         BN=COLUMNS,
         MIDDLE=0.0 if weight.e4m3 else float(1 << weight.bits - 1),
+        WHOLE=weight.group % layout.block(weight.bits) == 0,
         num_warps=4,
     )
     return out
