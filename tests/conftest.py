@@ -76,7 +76,7 @@ def compile_a_share() -> None:
     dtypes = {"gw0": torch.float32, "gw1": torch.bfloat16}
     dtype = dtypes.get(os.environ.get("PYTEST_XDIST_WORKER", ""))
     if dtype is not None:
-        import_module("cairn.ops.compile_loops").compile_loops(dtype)
+        import_module("cairn.ops.compile_loops").compile_loops(dtype, helped=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -141,17 +141,20 @@ def attend(q, k_cache, v_cache, pages, head, first, last, masked, logits, out, l
     """
     group, dim = q.shape
     size = k_cache.shape[2]
-    top = np.full(group, -np.inf, np.float32)
+    top = np.empty(group, np.float32)
     whole = np.zeros(group, np.float32)
     higher = np.empty(group, np.float32)
     total = np.empty(group, np.float32)
+    for h in range(group):
+        top[h] = -np.inf
     for page in range(first // size, last // size + 1):
         begin = max(first - page * size, 0)
         count = min(last + 1 - page * size, size - masked) - begin
         if count <= 0:
             continue
         multiply(q, k_cache[pages[page], head, begin:], count, logits)
-        higher[:] = top
+        for h in range(group):
+            higher[h] = top[h]
         highest(logits, count, higher)
         exponents(logits, count, higher, total)
         for h in range(group):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import os
 import sys
@@ -90,6 +91,17 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
         # What is kept is of this function's file by Numba's reckoning, but loops call others.
         compiled._cache._cache_file._source_stamp = _sources()
     return compiled
+
+
+def mark_of(loop: Any, kind: str) -> Path | None:
+    """A file beside what is kept of a loop, for a note that all loops of a kind are kept as they
+    are now; None where nothing is kept."""
+    folder = getattr(loop._cache, "cache_path", None)
+    if folder is None:
+        return None
+    processor = importlib.import_module("llvmlite.binding").get_host_cpu_name()
+    now = repr((_sources(), _module.__version__, processor, PARALLEL)).encode()
+    return Path(folder) / f"cairn-{kind}-{hashlib.sha256(now).hexdigest()[:16]}"
 
 
 @functools.cache
@@ -171,6 +183,13 @@ def _build_power_of_2(context: Any, exponent: Any) -> Any:
     return _types.float32(_types.int32), power
 
 
+def _build_bits(context: Any, number: Any) -> Any:
+    def bits(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], _ir.IntType(32))
+
+    return _types.int32(_types.float32), bits
+
+
 def _word(number: int) -> Any:
     return _ir.Constant(_ir.IntType(32), number)
 
@@ -179,6 +198,8 @@ wide: Any = _intrinsic and _intrinsic(_build_wide)
 """wide(x): a number of an array as float32."""
 narrow: Any = _intrinsic and _intrinsic(_build_narrow)
 """narrow(x, like): a float32 as a number of the kind of `like`; to the nearest, ties to even."""
+bits: Any = _intrinsic and _intrinsic(_build_bits)
+"""bits(x): those of a float32, as int32."""
 _power_of_2: Any = _intrinsic and _intrinsic(_build_power_of_2)
 """2 ** n as float32, of an int32 n from -126 to 127."""
 

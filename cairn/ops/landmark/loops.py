@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from cairn.ops.attention.loops import add_values, attend, exponents, highest, multiply, scaled
-from cairn.ops.cpu import exp, jit, narrow, prange, wide
+from cairn.ops.cpu import bits, exp, jit, narrow, prange, wide
 
 
 @jit(threads=True)
@@ -64,7 +64,8 @@ def _attend_head(
     for n in range(len(chosen)):
         page = pages[chosen[n]]
         multiply(query, k_cache[page, head], size - 1, logits)
-        top[:] = -np.inf
+        for h in range(group):
+            top[h] = -np.inf
         highest(logits, size - 1, top)
         exponents(logits, size - 1, top, total)
         for h in range(group):
@@ -115,23 +116,42 @@ def _choose(u, mass, count, normalised):
     """
     candidates, group = u.shape
     if count == candidates:
-        return np.arange(candidates)
+        return _first(candidates)
     top = np.zeros(group, np.float32)
     norm = np.zeros(group, np.float32)
     if normalised:
-        top[:] = mass
+        for h in range(group):
+            top[h] = mass[h]
         highest(u, candidates, top)
         for n in range(candidates):
             for h in range(group):
                 norm[h] += exp(u[n, h] - top[h])
         for h in range(group):
             norm[h] = math.log(norm[h] + exp(mass[h] - top[h]))
-    best = np.full(candidates, -np.inf, np.float32)
+    best = _lowest(candidates)
     for n in range(candidates):
         for h in range(group):
             score = (u[n, h] - top[h]) - norm[h]
             best[n] = score if score > best[n] else best[n]
     return _keep(best, count)
+
+
+@jit
+def _first(count):
+    """0 .. count - 1. (np.arange and np.full compile for longer than all of `_keep`.)"""
+    numbers = np.empty(count, np.int64)
+    for n in range(count):
+        numbers[n] = n
+    return numbers
+
+
+@jit
+def _lowest(count):
+    """-inf for each of `count`."""
+    numbers = np.empty(count, np.float32)
+    for n in range(count):
+        numbers[n] = -np.inf
+    return numbers
 
 
 @jit
@@ -141,9 +161,10 @@ def _keep(best, count):
     The least of them is found by halving between bounds: floats are ordered as their bits are, the
     negative ones the other way round. That takes 32 counts at most, of many numbers at once.
     """
-    keys = best.view(np.int32)
+    keys = np.empty(len(best), np.int32)
     for n in range(len(keys)):
-        ordered = keys[n] if keys[n] >= 0 else keys[n] ^ np.int32(0x7FFFFFFF)
+        key = bits(best[n])
+        ordered = key if key >= 0 else key ^ np.int32(0x7FFFFFFF)
         keys[n] = ordered if best[n] != 0 else np.int32(0)
     low, high, found = np.int64(-(2**31)), np.int64(2**31 - 1), len(keys)
     while low < high and found != count:
@@ -195,9 +216,9 @@ def choose_pages(u, lse, limits, tokens, normalised, indices, scores):
             continue
         for g in range(groups):
             if limit <= indices.shape[2]:
-                chosen = np.arange(limit)
+                chosen = _first(limit)
             else:
-                best = np.full(limit, -np.inf, np.float32)
+                best = _lowest(limit)
                 for head in range(g * group, (g + 1) * group):
                     # One index for each but the last dim: a line side by side, to the compiler.
                     line = u[unit, head, place][:limit]
@@ -233,10 +254,12 @@ def _shares(u, chosen, mass, softmax1):
     """
     group, count = u.shape[1], len(chosen)
     shares = np.empty((count + 1, group), np.float32)
-    for n in range(count):
-        shares[n] = u[chosen[n]]
-    shares[count] = mass
-    top = np.full(group, np.float32(0) if softmax1 else -np.inf, np.float32)
+    top = np.empty(group, np.float32)
+    for h in range(group):
+        for n in range(count):
+            shares[n, h] = u[chosen[n], h]
+        shares[count, h] = mass[h]
+        top[h] = np.float32(0) if softmax1 else -np.inf
     highest(shares, count + 1, top)
     for h in range(group):
         top[h] = top[h] if top[h] != -np.inf else np.float32(0)

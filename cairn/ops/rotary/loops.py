@@ -60,8 +60,11 @@ def _normed(given, added, weight, own, others, eps, whole):
         mean[h] = square / np.float32(dim)
     if whole:
         for begin, end in ((0, own), (own, own + others), (own + others, heads)):
-            if end > begin:
-                mean[begin:end] = mean[begin:end].sum() / np.float32(end - begin)
+            means = np.float32(0)
+            for h in range(begin, end):
+                means += mean[h]
+            for h in range(begin, end):
+                mean[h] = means / np.float32(end - begin)
     for h in range(heads):
         line, scale = y[h], weight[h]
         factor = np.float32(1) / np.float32(math.sqrt(mean[h] + eps))
