@@ -67,7 +67,7 @@ def test_products_of_sixteen_lanes(dtype: torch.dtype, in_one: bool, monkeypatch
 
     torch.manual_seed(0)
     a, b, out = torch.randn(90).to(dtype), torch.randn(69).to(dtype), torch.full((3,), 2.0)
-    cpu.jit(dot)(cpu.numbers(a), 5, cpu.numbers(b), 3, cpu.numbers(out))
+    cpu.jit(dot, threads=True)(cpu.numbers(a), 5, cpu.numbers(b), 3, cpu.numbers(out))
     shown = [a[5 + n : 69 + n].double() @ b[3:67].double() + 32 for n in range(3)]
     torch.testing.assert_close(out, torch.stack(shown).float())
 
