@@ -168,7 +168,9 @@ def load_model(
             whole = Decoder(spec, kind)
             divide(model, whole)
     # Module.to_empty does the same by empty_like, which imports sympy for tensors without memory.
-    model._apply(lambda like: torch.empty(like.shape, dtype=like.dtype, device=device))
+    model._apply(  # type: ignore[no-untyped-call]
+        lambda like: torch.empty(like.shape, dtype=like.dtype, device=device)
+    )
     division = Division(whole, group)
     if random_seed is None:
         load_weights(model, Path(path), spec.ignored, division)
