@@ -269,16 +269,23 @@ def plan_memory(
         choices.append(Choice("kv_cache_memory", f"{room.bytes / GIB:.2f}GiB", reason))
     if asked is None and capacity < longest:
         longest = capacity
-        choices.append(
-            Choice("max_model_len", longest, "that is what kv_cache_memory holds in one sequence")
-        )
+        holder = "kv_host_memory" if page_bytes.host else "kv_cache_memory"
+        reason = f"that is what {holder} holds in one sequence"
+        choices.append(Choice("max_model_len", longest, reason))
     elif asked is None:
         choices.append(Choice("max_model_len", longest, "the model was made for it"))
+    frames = 0
+    if page_bytes.host:
+        frames = pools.frames(max(0, left), num_pages, window_pages)
+        reason = (
+            f"that is what {num_pages} summaries and {window_pages} window pages leave; "
+            f"{gib(num_pages * page_bytes.host)} of pages lie in host memory"
+        )
+        choices.append(Choice("frames", frames, reason))
     flag = "--kv-cache-memory SIZE" if room.flag == PAGES_FLAG else "--gpu-memory-utilization SHARE"
     counts = (num_pages, page_bytes.shared, window_pages, page_bytes.window)
     plan = MemoryPlan(*counts, longest, flag, tuple(choices))
     if page_bytes.host:
-        frames = pools.frames(max(0, left), num_pages, window_pages)
         plan = replace(plan, frames=frames, bytes_per_host_page=page_bytes.host)
     if not page_bytes.row:
         return plan

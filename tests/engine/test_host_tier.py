@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cairn.attention.hsa import HsaBackend
 from cairn.cache.frames import FrameMap
@@ -51,6 +52,12 @@ def expect_alone(built: Built, plain: Built, seed: int) -> None:
                 assert_same(found, wanted)
     built.core.cache.close(hostage)
     assert all_pages_back(built.core)
+    assert built.runner.pools.frames is not None
+    held = built.runner.pools.frames.map
+    head, page = (held.frame_of >= 0).nonzero(as_tuple=True)
+    assert len(page) and torch.equal(
+        held.page_in[head, held.frame_of[head, page].long()], page.int()
+    )
     assert all(built.runner.pools.frame_traffic())
 
 
