@@ -20,6 +20,10 @@ STEP = timedelta(seconds=600)
 """In which a collective must be over: a rank may compile kernels in front of one."""
 
 
+ROUND = timedelta(seconds=60)
+"""In which engines that share experts must have come to a round."""
+
+
 def hold_store(host: str = LOOPBACK) -> Any:
     """The store of rank 0. The system chooses its port, so that none can be taken."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=START)
@@ -37,12 +41,14 @@ def group_of(
     device: torch.device,
     address: str = LOOPBACK,
     here: tuple[int, int] | None = None,
+    limit: timedelta = STEP,
 ) -> Group:
     """The group of all ranks; returns when all of them have called it.
 
     Args:
         address: of this host, at which other ranks reach this one.
         here: see `Group`.
+        limit: in which a collective on the CPU must be over.
     """
     shared = dist.PrefixStore("group", store)
     if device.type == "cuda":
@@ -53,5 +59,12 @@ def group_of(
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = START
     ranks = dist.ProcessGroupGloo(shared, rank, size, options)
-    ranks._set_default_timeout(STEP)
+    ranks._set_default_timeout(limit)
     return Group(rank, size, ranks, here)
+
+
+def group_of_engines(path: str, number: int, count: int) -> Group:
+    """The group of engines that share experts, which meet by a file that none of them has written
+    before; returns when all have called it."""
+    store, cpu = dist.FileStore(path, count), torch.device("cpu")
+    return group_of(store, number, count, cpu, limit=ROUND)

@@ -21,6 +21,7 @@ from cairn.cache.states import StateSnapshots
 from cairn.cache.window import WindowPages
 from cairn.config import EngineConfig, EngineOptions, Machine, resolve
 from cairn.distributed.groups import ALONE, Group
+from cairn.distributed.rounds import Rounds
 from cairn.engine.admission import CoreShape
 from cairn.engine.balance import BalancingExecutor
 from cairn.engine.core import EngineCore
@@ -38,8 +39,10 @@ from cairn.engine.memory import (
     room_for_pages,
 )
 from cairn.engine.pace import Pace
+from cairn.engine.placement import check_devices, check_engines
 from cairn.engine.planned_step import Limits
 from cairn.engine.ranks import Ranks, threads_of_rank
+from cairn.engine.rounds import Engines, ExpertRounds, RoundsExecutor
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.engine.transfer.build import listen, model_key, transfers
 from cairn.engine.transfer.joined import JoinedRecords
@@ -74,6 +77,7 @@ class Built:
         memory: pages and context length.
         slots: slot arithmetic.
         table: (what, bytes) of everything in the device's memory.
+        rounds: of engines that share experts; None: this one has them for itself.
     """
 
     core: EngineCore
@@ -83,6 +87,7 @@ class Built:
     memory: MemoryPlan
     slots: SlotMap
     table: Lines
+    rounds: ExpertRounds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +99,14 @@ class Loaded:
         memory: pages and context length, the same on all ranks.
         schema: what pages hold.
         table: (what, bytes) of everything in the device's memory.
+        rounds: see `Built`.
     """
 
     executor: InProcessExecutor
     memory: MemoryPlan
     schema: CacheSchema
     table: Lines
+    rounds: ExpertRounds | None = None
 
 
 def build(
@@ -107,6 +114,7 @@ def build(
     options: EngineOptions,
     on_phase: Callable[[str], object] = lambda name: None,
     start: Callable[[EngineConfig], Ranks] | None = None,
+    engines: Engines | None = None,
 ) -> Built:
     """Load a model folder and set an engine up around it.
 
@@ -117,6 +125,7 @@ def build(
             pages: steps of all sizes have been run and measured), "pages" and "tokenizer" when
             each is there.
         start: starts the other ranks, where there are several; None: `ranks_of`.
+        engines: those that share experts with this one; None: none does.
 
     Raises:
         BadModel: the folder cannot be served.
@@ -136,9 +145,11 @@ def build(
             f"node_rank is {config.nodes.number}, but node 0 has the engine",
             "Start `cairn serve` with it, which serves the ranks of this host",
         )
+    sharing = 1 if engines is None else engines.group.size
+    check_engines(config, options.ep_size if size == 1 else sharing, sharing)
     listener = listen(config)
     if size == 1:
-        loaded = load_runner(model, options, config, ALONE, on_phase)
+        loaded = load_runner(model, options, config, ALONE, on_phase, engines)
         built = _assemble(model, config, loaded, None, on_phase)
         connect(built.core, model, config, loaded, listener)
         return built
@@ -162,17 +173,6 @@ def ranks_of(
     return Ranks(size, device, on_death, config.nodes)
 
 
-def check_devices(config: EngineConfig) -> None:
-    """Raise BadConfig if there are fewer GPUs here than ranks."""
-    device, size = torch.device(config.device), config.ranks_here
-    count = torch.cuda.device_count() - (device.index or 0)
-    if device.type == "cuda" and size > count:
-        raise BadConfig(
-            f"tensor_parallel_size is {size}, but there are {count} GPUs from {config.device} on",
-            f"Use at most {count}",
-        )
-
-
 def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
     """The options with what another process might choose in another way."""
     return replace(
@@ -186,11 +186,12 @@ def load_runner(
     config: EngineConfig,
     group: Group,
     on_phase: Callable[[str], object] = lambda name: None,
+    engines: Engines | None = None,
 ) -> Loaded:
     """Load this rank's share of a model; all ranks of the group do at the same time.
 
     Args:
-        model, options, on_phase: see `build`.
+        model, options, on_phase, engines: see `build`.
         config: the resolved options.
         group: the ranks.
     """
@@ -218,7 +219,10 @@ def load_runner(
         begin_on_cpu(memory, group.size_here)
     check_host_cache(config, schema, memory, free_host_memory() // group.size_here)
     random_seed = config.seed if config.load_format == "random" else None
-    module = load_model(model, config.model, dtype, device, random_seed=random_seed, group=group)
+    rounds = None if engines is None else Rounds(engines.group)
+    module = load_model(
+        model, config.model, dtype, device, random_seed=random_seed, group=group, rounds=rounds
+    )
     on_phase("weights")
     shape = runner_shape(config, memory, slots, parameters)
     # All-reduces inside CUDA graphs have not been tested, so ranks run without graphs.
@@ -245,7 +249,10 @@ def load_runner(
         runner.experts = ExpertBalance(module, group)
     records = host_records(config, memory, pools, group)
     on_phase("pages")
-    return Loaded(InProcessExecutor(runner, records), memory, schema, table)
+    shared = None
+    if rounds is not None and engines is not None:
+        shared = ExpertRounds(rounds, module, engines)
+    return Loaded(InProcessExecutor(runner, records), memory, schema, table, shared)
 
 
 def _assemble(
@@ -263,6 +270,8 @@ def _assemble(
     executor: Executor = loaded.executor
     if ranks is not None:
         executor = RanksExecutor(loaded.executor, ranks)
+    if loaded.rounds is not None:
+        executor = RoundsExecutor(executor, loaded.rounds)
     if config.balance is not None and runner.experts is not None:
         executor = BalancingExecutor(executor, config.balance, runner.experts.layers)
     host = host_cache(loaded.executor.records, executor)
@@ -276,7 +285,7 @@ def _assemble(
         overlap=on_gpu and not config.disable_overlap_schedule,
     )
     guess(core, config)
-    return Built(core, runner, config.model, config, memory, slots, loaded.table)
+    return Built(core, runner, config.model, config, memory, slots, loaded.table, loaded.rounds)
 
 
 def connect(

@@ -70,6 +70,7 @@ class EngineClient:
         stuck_seconds: silence of the engine process that means it is stuck.
         step_limit: seconds that one step may take.
         replica: number of this engine among those of a Fleet, and how many they are.
+        meeting: see `Launch`.
 
     Attributes:
         info: what the engine is, after `start`.
@@ -89,6 +90,7 @@ class EngineClient:
         stuck_seconds: float = 4.0,
         step_limit: float = 300.0,
         replica: tuple[int, int] = (0, 1),
+        meeting: str | None = None,
     ) -> None:
         self.stats = Stats()
         self.phases: dict[str, float] = {}
@@ -96,7 +98,7 @@ class EngineClient:
         self._model = model
         self._options = options
         self._max_waiting = max_waiting
-        self._replica = replica
+        self._replica, self._meeting = replica, meeting
         self._watchdog = Watchdog(stuck_seconds, step_limit)
         self._shape: CoreShape | None = None
         self._submissions: dict[str, Submission] = {}
@@ -123,7 +125,8 @@ class EngineClient:
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         level = logging.getLevelName(logging.getLogger("cairn").level).lower()
         known = level if level in LEVELS else None
-        launch = Launch(str(self._model), self._options, os.getpid(), known, *self._replica)
+        given = self._options, os.getpid(), known, *self._replica, self._meeting
+        launch = Launch(str(self._model), *given)
         self._child = Child(launch, self._take)
         self._watcher = asyncio.create_task(self._watch(), name="engine watchdog")
         try:

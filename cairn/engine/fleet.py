@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -73,6 +75,8 @@ class Fleet:
         replicas: how many, at least 2.
         balance: how prompts are shared out.
         seed: base of the seeds, EngineOptions.seed.
+        meeting: a folder that is removed at the end, by which replicas that share experts meet; of
+            these none goes on without the others, and none is started again. None: each has all.
 
     Attributes:
         info: what the engines are, after `start`; the longest sequence is that which all can serve.
@@ -82,11 +86,16 @@ class Fleet:
     info: Ready
 
     def __init__(
-        self, make: Callable[[int], EngineClient], replicas: int, balance: Balance, seed: int
+        self,
+        make: Callable[[int], EngineClient],
+        replicas: int,
+        balance: Balance,
+        seed: int,
+        meeting: Path | None = None,
     ) -> None:
         self.phases: dict[str, float] = {}
         self._make = make
-        self._balance = balance
+        self._balance, self._meeting = balance, meeting
         self._seed = seed << 32
         self._replicas = [Replica(make(number)) for number in range(replicas)]
         self._router: Router | None = None
@@ -224,6 +233,8 @@ class Fleet:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.gather(*(engine.stop(timeout) for engine in self.engines))
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
 
     async def _keep(self, number: int) -> None:
         """Start the replica again whenever it has ended, until it may not be any more."""
@@ -235,8 +246,8 @@ class Fleet:
             self._router.forget(number)
             # What is left of the process must free the device.
             await replica.client.stop(LAST_WORDS_SECONDS)
-            serves = await self._start_again(number, replica)
-        log.error("replica %d is given up: it was started %d times", number, STARTS_ALLOWED)
+            serves = self._meeting is None and await self._start_again(number, replica)
+        log.error("replica %d is given up", number)
         replica.lost = True
         if all(each.lost for each in self._replicas):
             self._over.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import zmq
 
 from cairn.cache.host import PAGE
 from cairn.cache.invariants import Report, examine
+from cairn.distributed.rounds import EnginesStopped
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
 from cairn.engine.messages import (
@@ -44,6 +45,9 @@ FAILURES_ALLOWED = 2
 
 STATS_SECONDS = 0.2
 """Totals are put together at most this often while steps run."""
+
+ROUND_SECONDS = 0.005
+"""Between two rounds of engines that share experts while none of them has work."""
 
 LEDGER_SECONDS = 1.0
 """Idle seconds after which the page bookkeeping is checked."""
@@ -85,7 +89,7 @@ class EngineLoop:
         vitals: Vitals,
     ) -> None:
         self._built = built
-        self._core = built.core
+        self._core, self._rounds = built.core, built.rounds
         self._inbox = inbox
         self._send = send
         self._vitals = vitals
@@ -114,8 +118,9 @@ class EngineLoop:
             InvariantError: an internal bookkeeping rule was broken.
             EngineDead: steps fail one after the other.
         """
-        while self._intake():
-            self._step()
+        with suppress(EnginesStopped):
+            while self._intake():
+                self._step()
 
     def _intake(self) -> bool:
         """Handle all pending messages; wait for one if there is no work. False: stop."""
@@ -138,6 +143,8 @@ class EngineLoop:
                 case Call():
                     self._call(message)
                 case Stop():
+                    if self._rounds is not None:
+                        self._rounds.stop()
                     return False
 
     def _rest(self) -> None:
@@ -150,6 +157,10 @@ class EngineLoop:
                 del self._captures[0]
             return
         waits = [] if self._audited else [LEDGER_SECONDS]
+        if self._rounds is not None:
+            if self._rounds.idle():
+                return
+            waits.append(ROUND_SECONDS)
         if self._profile is not None:
             waits.append(self._profile[1].seconds_left)
         if self._inbox.poll(math.ceil(1000 * min(waits)) if waits else None):
@@ -162,14 +173,15 @@ class EngineLoop:
     def _step(self) -> None:
         self._vitals.step_began = time.monotonic()
         try:
-            moved = self._core.step()
+            rounds, step = self._rounds, self._core.step
+            moved = step() if rounds is None else rounds.around(step)
             if moved is not self._moved:
                 # Steps that only decode give the same list again and again.
                 self._moved = moved
                 self._moved_parts = [self._parts[c.request.id] for c in moved]
             changed = self._moved_parts
             self._failures = 0
-        except InvariantError:
+        except (InvariantError, EnginesStopped):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the model raises ends its step only
             changed = self._failed(error)

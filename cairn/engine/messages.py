@@ -39,6 +39,7 @@ class Launch(msgspec.Struct, frozen=True):
         log_level: of the `cairn` logger; None: as the environment says.
         replica, replicas: number of this engine among those that share the machine, from 0, and how
             many they are.
+        meeting: a file by which replicas that share experts meet; None: each has all.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Launch(msgspec.Struct, frozen=True):
     log_level: str | None = None
     replica: int = 0
     replicas: int = 1
+    meeting: str | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

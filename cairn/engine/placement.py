@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from cairn.config import HOST_SHARE, EngineOptions
+from cairn.config import HOST_SHARE, EngineConfig, EngineOptions
 from cairn.engine.messages import Launch
 from cairn.errors import BadConfig
 
@@ -26,6 +26,8 @@ def placed(launch: Launch) -> EngineOptions:
     """
     options, replicas = launch.options, launch.replicas
     ranks = options.tensor_parallel_size
+    if launch.meeting is not None:
+        options = _sharing(options, replicas, ranks)
     if replicas * ranks > 1:
         cores = len(os.sched_getaffinity(0))
         os.environ.setdefault(THREADS, str(max(1, cores // (replicas * ranks))))
@@ -59,6 +61,54 @@ def placed(launch: Launch) -> EngineOptions:
             f"Start a server for each GPU, with {GPUS} in its environment",
         )
     return options
+
+
+def check_devices(config: EngineConfig) -> None:
+    """Raise BadConfig if there are fewer GPUs here than ranks."""
+    import torch
+
+    device, size = torch.device(config.device), config.ranks_here
+    count = torch.cuda.device_count() - (device.index or 0)
+    if device.type == "cuda" and size > count:
+        raise BadConfig(
+            f"tensor_parallel_size is {size}, but there are {count} GPUs from {config.device} on",
+            f"Use at most {count}",
+        )
+
+
+def check_engines(config: EngineConfig, asked: int | None, engines: int) -> None:
+    """Raise BadConfig if experts are to be shared with engines that are not there, or on GPUs.
+
+    Args:
+        asked: how many the options say.
+        engines: how many there are, this one included.
+    """
+    if (asked or 1) != engines:
+        raise BadConfig(
+            f"ep_size is {asked}, but experts are shared by {engines}",
+            f"Use {engines}, or leave it out",
+        )
+    if engines > 1 and config.device != "cpu":
+        raise BadConfig(
+            f"replicas that share experts are built for a CPU alone, not for {config.device}",
+            "Use --tensor-parallel-size with --enable-expert-parallel",
+        )
+
+
+def _sharing(options: EngineOptions, replicas: int, ranks: int) -> EngineOptions:
+    """The options of an engine that shares experts with the other replicas."""
+    if ranks > 1:
+        raise BadConfig(
+            f"tensor_parallel_size is {ranks} and data_parallel_size {replicas}, but replicas that "
+            "share experts have one rank each",
+            "Leave one of them out, or --enable-expert-parallel",
+        )
+    if options.ep_size not in (None, replicas):
+        raise BadConfig(
+            f"ep_size is {options.ep_size}, but experts are shared by {replicas} replicas",
+            f"Use {replicas}, or leave it out",
+        )
+    return replace(options, ep_size=replicas)
 
 
 def _on_host(options: EngineOptions, parts: int) -> EngineOptions:

@@ -159,9 +159,11 @@ def _serve(
         began = now
 
     options = placed(launch)
+    from cairn.distributed.rendezvous import group_of_engines
     from cairn.engine.build import build, ranks_of
     from cairn.engine.faults import FaultyExecutor, faults_of
     from cairn.engine.loop import EngineLoop
+    from cairn.engine.rounds import Engines
     from cairn.engine.warmup import warm_up
 
     def rank_ended(error: EngineDead) -> None:
@@ -170,8 +172,11 @@ def _serve(
 
     faults = faults_of(os.environ)
     phase_ended("import")
-    start = functools.partial(ranks_of, on_death=rank_ended)
-    built = build(Path(launch.model), options, phase_ended, start)
+    start, engines = functools.partial(ranks_of, on_death=rank_ended), None
+    if launch.meeting is not None:
+        group = group_of_engines(launch.meeting, launch.replica, launch.replicas)
+        engines = Engines(group, rank_ended)
+    built = build(Path(launch.model), options, phase_ended, start, engines)
     warm_up(built)
     phase_ended("warmup")
     if faults:

@@ -48,18 +48,19 @@ class ExpertPlaces:
         nothing.
 
         Args:
-            ids: [T, k] int32, the experts.
+            ids: [T, k] int32, the experts; -1: none.
             slots: [T] int64.
         """
         if self._tables is None:
             copies, places = (table.to(ids.device) for table in self._computed())
             self._tables = copies, places
         copies, places = self._tables
-        chosen = ids.long()
+        chosen = ids.clamp(min=0).long()
         if self.loads is not None:
             flat = chosen.flatten()
             self.loads.scatter_add_(0, flat, torch.ones_like(flat))
-        return places[chosen, slots.unsqueeze(1) % copies[chosen]]
+        found = places[chosen, slots.unsqueeze(1) % copies[chosen]]
+        return torch.where(ids < 0, -1, found)
 
     def _computed(self) -> tuple[Tensor, Tensor]:
         """Copies of each expert [E] int64, and this rank's place of each copy [E, ranks] int32."""

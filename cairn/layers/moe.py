@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from cairn import ops
 from cairn.distributed.groups import ALONE, Group
+from cairn.distributed.rounds import Rounds
 from cairn.layers.expert_places import ExpertPlaces
 from cairn.layers.linear import PLAIN, ExpertLinear, Experts
 from cairn.layers.mlp import GatedMLP
@@ -27,22 +28,26 @@ class MixtureOfExperts(nn.Module):
         scheme: how the experts' matrices are kept.
         group: ranks, each of which has a part of every expert, or some experts. All have every
             token and choose alike, so nothing is sent before the sum.
+        rounds: engines that share the experts, each with tokens of its own: in a round all get
+            those of all; None: this one has all experts, or its ranks have.
 
     Attributes:
-        places: which experts the ranks hold; None: each has a part of all.
+        places: which experts the ranks or engines hold; None: each has a part of all.
     """
 
     def __init__(
         self,
         spec: MoeFfn,
         hidden: int,
+        group: Group = ALONE,
+        rounds: Rounds | None = None,
         *,
         dtype: torch.dtype,
         scheme: Scheme = PLAIN,
-        group: Group = ALONE,
     ) -> None:
         super().__init__()
-        self.spec, self.group = spec, group
+        self.spec, self.group, self.rounds = spec, group, rounds
+        sharing = group if rounds is None else rounds.group
         self.router = Router(spec.router, hidden, spec.experts, spec.active, dtype)
         names = spec.names
         up = [Rows(names.gate, spec.intermediate), Rows(names.up, spec.intermediate)]
@@ -50,8 +55,8 @@ class MixtureOfExperts(nn.Module):
         # Both products of an expert are computed together.
         routed = scheme.within("experts").of([*up, *down], experts=True)
         self.places: ExpertPlaces | None = None
-        if spec.placement and not group.alone:
-            self.places = ExpertPlaces(spec.placement, spec.experts, group)
+        if spec.placement and not sharing.alone:
+            self.places = ExpertPlaces(spec.placement, spec.experts, sharing)
         experts = Experts(spec.experts, None if self.places is None else self.places.held)
         self.gate_up = ExpertLinear(experts, hidden, up, "gate_up_proj", dtype=dtype, scheme=routed)
         self.down = ExpertLinear(
@@ -84,12 +89,38 @@ class MixtureOfExperts(nn.Module):
         """[T, hidden] -> the delta [T, hidden]."""
         x = h.value()
         weights, ids = self.router(x, h.ids)
+        if self.rounds is not None:
+            assert h.slots is not None, "copies of experts take turns by slots"
+            delta = self._in_round(self.rounds, x, weights, ids, h.slots)
+            return delta if self.shared is None else delta + self._shared(x)
         if self.places is not None:
             assert h.slots is not None, "copies of experts take turns by slots"
             ids = self.places.own(ids, h.slots)
-        chosen = Chosen(weights, ids, self.spec.limit)
-        delta = self.gate_up.scheme.experts(self.gate_up, self.down, x, chosen)
+        delta = self._experts(x, weights, ids)
         return self.group.sum(delta if self.shared is None else delta + self._shared(x))
+
+    def serve_others(self) -> None:
+        """Run the experts of this engine for the tokens that the others have in this round."""
+        assert self.rounds is not None
+        weight = self.router.weight
+        # Of activations, whatever the matrices are kept in.
+        x = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        weights = x.new_empty(0, self.spec.active, dtype=torch.float32)
+        ids, slots = weights.int(), x.new_empty(0, dtype=torch.int64)
+        self._in_round(self.rounds, x, weights, ids, slots)
+
+    def _in_round(
+        self, rounds: Rounds, x: Tensor, weights: Tensor, ids: Tensor, slots: Tensor
+    ) -> Tensor:
+        """The routed experts' part of x, of which other engines run some."""
+        assert self.places is not None
+        every, weighed = rounds.gathered(x), rounds.gathered(weights)
+        chosen = self.places.own(rounds.gathered(ids, -1), rounds.gathered(slots))
+        return rounds.own(self._experts(every, weighed, chosen), len(x))
+
+    def _experts(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        chosen = Chosen(weights, ids, self.spec.limit)
+        return self.gate_up.scheme.experts(self.gate_up, self.down, x, chosen)
 
     def _shared(self, x: Tensor) -> Tensor:
         """The shared expert, gated if it has a gate."""

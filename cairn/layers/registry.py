@@ -11,6 +11,7 @@ from torch import nn
 
 from cairn.attention.step import BoundLayer
 from cairn.distributed.groups import ALONE, Group
+from cairn.distributed.rounds import Rounds
 from cairn.layers.compressed import CompressedAttention
 from cairn.layers.gated_delta import GatedDeltaNet
 from cairn.layers.gqa import GqaAttention
@@ -42,6 +43,7 @@ class Context(NamedTuple):
         scheme: how matrices are kept.
         rotaries: shared by the layers that rotate alike.
         group: ranks that hold the layers together; specs have the share of one.
+        rounds: of engines that share experts; None: they are this engine's own.
     """
 
     hidden: int
@@ -49,6 +51,7 @@ class Context(NamedTuple):
     scheme: Scheme
     rotaries: dict[RotarySpec, Rotary]
     group: Group = ALONE
+    rounds: Rounds | None = None
 
     def within(self, prefix: str) -> Context:
         """What the module is built with whose tensors' names begin so."""
@@ -113,7 +116,8 @@ def _dense(spec: DenseFfn, c: Context) -> nn.Module:
 
 
 def _moe(spec: MoeFfn, c: Context) -> nn.Module:
-    return MixtureOfExperts(spec, c.hidden, dtype=c.dtype, scheme=c.scheme, group=c.group)
+    given = c.group, c.rounds
+    return MixtureOfExperts(spec, c.hidden, *given, dtype=c.dtype, scheme=c.scheme)
 
 
 MIXERS: Mapping[type, Callable[[Any, Context], nn.Module]] = {

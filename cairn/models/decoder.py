@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cairn.attention.batch import Batch
 from cairn.attention.step import BoundLayer, Step
 from cairn.distributed.groups import ALONE, Group
+from cairn.distributed.rounds import Rounds
 from cairn.layers.embedding import Embedding
 from cairn.layers.linear import Head, TiedHead
 from cairn.layers.registry import Context
@@ -32,15 +33,23 @@ class Decoder(nn.Module):
         spec: the model.
         dtype: of activations, and of parameters that are not quantised.
         group: ranks that hold the model together; `spec` has the share of one.
+        rounds: of engines that share the experts; None: all are here.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        group: Group = ALONE,
+        rounds: Rounds | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.embedding = Embedding(
             spec.table_rows, spec.hidden_size, dtype=dtype, scale=spec.embedding_scale
         )
-        context = Context(spec.hidden_size, dtype, scheme_of(spec.quantization), {}, group)
+        scheme = scheme_of(spec.quantization)
+        context = Context(spec.hidden_size, dtype, scheme, {}, group, rounds)
         self.layers = nn.ModuleList(
             Block(layer, context.within(f"{spec.prefix}layers.{i}"))
             for i, layer in enumerate(spec.layers)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from cairn.distributed.groups import Group
+    from cairn.distributed.rounds import Rounds
     from cairn.models.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ def load_model(
     device: torch.device | str,
     random_seed: int | None = None,
     group: Group | None = None,
+    rounds: Rounds | None = None,
 ) -> Decoder:
     """Build the model on `device` and fill it.
 
@@ -148,6 +150,7 @@ def load_model(
         device: where they live.
         random_seed: draw the weights from this seed instead of reading files.
         group: ranks of which this one loads its share; None: the model is not divided.
+        rounds: of engines of which this one has a share of the experts; None: it has all.
 
     Raises:
         BadConfig: the model cannot be divided between so many ranks.
@@ -163,15 +166,15 @@ def load_model(
     kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     group = group or ALONE
     with torch.device("meta"):
-        model = whole = Decoder(local(spec, group.size), kind, group)
-        if not group.alone:
+        model = whole = Decoder(local(spec, group.size), kind, group, rounds)
+        if not (group.alone and rounds is None):
             whole = Decoder(spec, kind)
             divide(model, whole)
     # Module.to_empty does the same by empty_like, which imports sympy for tensors without memory.
     model._apply(  # type: ignore[no-untyped-call]
         lambda like: torch.empty(like.shape, dtype=like.dtype, device=device)
     )
-    division = Division(whole, group)
+    division = Division(whole, group if rounds is None else rounds.group)
     if random_seed is None:
         load_weights(model, Path(path), spec.ignored, division)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +52,9 @@ def new_state(
 
 def new_client(model: Path, engine: EngineOptions, options: ServerOptions) -> Engine:
     """An engine that has not been started, or as many replicas as the options say."""
-    replicas = options.data_parallel_size
+    replicas, meeting = options.data_parallel_size, None
+    if replicas > 1 and engine.enable_expert_parallel:
+        meeting = Path(tempfile.mkdtemp(prefix="cairn-"))
 
     def make(number: int) -> EngineClient:
         return EngineClient(
@@ -60,11 +63,12 @@ def new_client(model: Path, engine: EngineOptions, options: ServerOptions) -> En
             max_waiting=(options.max_waiting + number) // replicas,
             step_limit=options.step_limit,
             replica=(number, replicas),
+            meeting=None if meeting is None else str(meeting / "replicas"),
         )
 
     if replicas == 1:
         return make(0)
-    return Fleet(make, replicas, options.load_balance_method, engine.seed)
+    return Fleet(make, replicas, options.load_balance_method, engine.seed, meeting)
 
 
 def view_of(client: EngineClient) -> EngineView:

@@ -143,6 +143,16 @@ def resolve_experts(
     mixtures = [layer.ffn for layer in _layers(model) if isinstance(layer.ffn, MoeFfn)]
     if not mixtures:
         raise BadConfig("enable_expert_parallel is given, but the model has no experts")
+    # Engines of one rank each may share experts, see `cairn.engine.placement`.
+    engines = options.ep_size if ranks == 1 and options.ep_size else 1
+    if engines > 1:
+        ranks = engines
+        if options.enable_eplb or model.draft is not None:
+            what = "enable_eplb" if options.enable_eplb else "speculative_algorithm NEXTN"
+            raise BadConfig(
+                f"{what} does not go together with experts that several engines share",
+                "Leave it out, or use --tensor-parallel-size",
+            )
     if options.ep_size not in (None, ranks):
         raise BadConfig(
             f"ep_size is {options.ep_size}, but experts are shared by all ranks, which are {ranks}",

@@ -77,7 +77,7 @@ class Running:
         reads = SimpleNamespace(queries=0, selected_by_head=0.0)
         pools = SimpleNamespace(frame_traffic=lambda: (0, 0, 0))
         runner = SimpleNamespace(reads=reads, graphs=graphs, pools=pools)
-        built = SimpleNamespace(core=self.core, runner=runner)
+        built = SimpleNamespace(core=self.core, runner=runner, rounds=None)
         self.loop = EngineLoop(built, inbox, self._take, self.vitals)
         self.thread = threading.Thread(target=self._run)
         self.thread.start()

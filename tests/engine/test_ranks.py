@@ -17,7 +17,8 @@ from cairn.cache.invariants import check
 from cairn.config import EngineOptions, Machine, resolve
 from cairn.distributed.groups import ALONE, Group
 from cairn.engine import ranks as module
-from cairn.engine.build import Built, check_devices
+from cairn.engine.build import Built
+from cairn.engine.placement import check_devices
 from cairn.engine.planned_step import Limits
 from cairn.engine.ranks import Ranks
 from cairn.errors import BadConfig, EngineDead, InvariantError

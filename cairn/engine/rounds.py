@@ -1,0 +1,119 @@
+"""Engines whose experts are shared: whoever has no work runs its experts for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from cairn.cache.host import Move
+from cairn.distributed.groups import Group
+from cairn.distributed.rounds import EnginesStopped, Rounds
+from cairn.errors import EngineDead
+from cairn.layers.moe import MixtureOfExperts
+from cairn.runner.executor import Executor
+from cairn.runner.step import Launched, StepPlan
+
+T = TypeVar("T")
+
+
+class Engines(NamedTuple):
+    """The engines that share experts.
+
+    Attributes:
+        group: this one among them.
+        on_death: called when a round fails: in a collective another engine may wait for ever.
+    """
+
+    group: Group
+    on_death: Callable[[EngineDead], object] = lambda error: None
+
+
+class ExpertRounds:
+    """This engine's part in the rounds.
+
+    Args:
+        rounds: which.
+        module: the model; each of its passes begins a round.
+        engines: all.
+    """
+
+    def __init__(self, rounds: Rounds, module: nn.Module, engines: Engines) -> None:
+        self._rounds, self._engines = rounds, engines
+        self._mixtures = [m for m in module.modules() if isinstance(m, MixtureOfExperts)]
+        module.register_forward_pre_hook(self._begin)
+
+    @property
+    def count(self) -> int:
+        """Rounds so far."""
+        return self._rounds.count
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Take part in a round without tokens; false: nobody had any."""
+        with self.watched():
+            if not self._rounds.begin(0):
+                return False
+            for mixture in self._mixtures:
+                mixture.serve_others()
+            return True
+
+    def around(self, step: Callable[[], T]) -> T:
+        """Run a step, in a round even if it runs nothing: the others wait for that."""
+        before = self.count
+        found = step()
+        if self.count == before:
+            self.idle()
+        return found
+
+    def stop(self) -> None:
+        """Tell the others that this engine ends, in their next round."""
+        # Those that have ended before need not be told.
+        with suppress(EngineDead):
+            self._rounds.begin(0, stops=True)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What fails within ends the engine: the others are in the midst of a round."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, EnginesStopped):
+                dead = EngineDead(f"a round of the engines that share experts failed: {error}")
+                self._engines.on_death(dead)
+            raise
+
+    def _begin(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self._rounds.begin(len(arguments[0].batch.input_ids))
+
+
+class RoundsExecutor:
+    """Runs plans on another executor, each pass of the model in a round.
+
+    Args:
+        inner: of this engine.
+        rounds: of all engines.
+    """
+
+    def __init__(self, inner: Executor, rounds: ExpertRounds) -> None:
+        self._inner, self._rounds = inner, rounds
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Start one step; what fails ends the engine."""
+        with self._rounds.watched():
+            return self._inner.launch(plan)
+
+    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
+        """See `Executor`."""
+        return self._inner.move(moves, into_host)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """See `Executor`."""
+        return self._inner.call(name, **arguments)
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+        self._inner.shutdown()
