@@ -225,8 +225,7 @@ def load_runner(
     )
     on_phase("weights")
     shape = runner_shape(config, memory, slots, parameters)
-    # All-reduces inside CUDA graphs have not been tested, so ranks run without graphs.
-    with_graphs = on_gpu and not config.disable_cuda_graph and group.alone
+    with_graphs = on_gpu and not config.disable_cuda_graph
     if on_gpu:
         measured = (0, 0)
         if config.kv_cache_memory is None:

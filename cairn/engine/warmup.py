@@ -50,17 +50,20 @@ def warm_up(built: Built) -> None:
     rows = min(built.config.max_num_seqs, pages)
     several = [_several(built, count) for count in sorted({1, rows})] if on_gpu else []
     several += _with_guesses(built, most)
-    if on_gpu:
+    alone = built.runner.sampler.alone
+    if on_gpu and alone:
         prefills = [plan for steps in (*singles, *several) for plan in steps.without_decode()]
         compile_ahead(functools.partial(built.runner.rehearse, prefills))
     # First without prefill graphs: steps that fit no graph, or report page selection, run eagerly.
-    graphs, built.runner.prefill_graphs = built.runner.prefill_graphs, None
+    graphs = built.runner.prefill_graphs
+    # Ranks all run the same: of several, graphs from the beginning.
+    built.runner.prefill_graphs = None if alone else graphs
     for steps in singles:
         _run(built, steps)
+    built.runner.prefill_graphs = graphs
     if graphs is not None:
         # The largest: the others find its memory.
-        graphs.prepare_next()
-    built.runner.prefill_graphs = graphs
+        built.core.executor.call("prefill_graphs.prepare_next")
     for steps in several:
         _run(built, steps)
     if on_gpu:

@@ -61,7 +61,9 @@ def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
         # Work that a failed run has queued still reads buffers that the next step would overwrite.
         torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    # The watchdog thread of NCCL asks for events meanwhile, which "global" forbids all threads.
+    mode = "thread_local"
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
         output = run(False)
     # A live tensor would keep its memory from other graphs of the pool.
     return Captured(graph, ops.weak_ref_tensor(output))

@@ -91,11 +91,14 @@ class Place:
         backends: of the model's layers.
         rows: page tables and last tokens; their addresses stay.
         spare_pages: by page group, a spare page, to which padding writes.
+        alone: no other rank runs the same graphs; else rank 0 chooses tokens behind them, and all
+            capture the same ones at the same time.
     """
 
     backends: Backends
     rows: Rows
     spare_pages: tuple[int, ...]
+    alone: bool = True
 
     @property
     def spare_locations(self) -> tuple[int, ...]:
@@ -276,10 +279,11 @@ class DecodeGraphs:
         replayed.trip.returns(len(tokens))
 
     def prepare_next(self) -> bool:
-        """Capture one more kind of those that choose tokens; False: there is none. The largest are
-        first: the others find their memory."""
+        """Capture one more kind of those that most steps need; False: there is none. The largest
+        are first: the others find their memory."""
         if self._ahead is None:
-            ahead = (k for k in self.kinds() if k.ending in (Ending.GREEDY, Ending.DRAW))
+            endings = (Ending.GREEDY, Ending.DRAW) if self.place.alone else (Ending.LOGITS,)
+            ahead = (k for k in self.kinds() if k.ending in endings)
             self._ahead = sorted(ahead, key=lambda kind: kind.slots)
         while self._ahead:
             kind = self._ahead.pop()
@@ -288,6 +292,8 @@ class DecodeGraphs:
             try:
                 self._captured[kind] = self._capture(kind)
             except torch.OutOfMemoryError as error:
+                if not self.place.alone:
+                    raise
                 log.warning("no more graphs of decode steps are captured ahead: %s", error)
                 self._ahead.clear()
             return bool(self._ahead)

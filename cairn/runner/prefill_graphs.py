@@ -147,6 +147,9 @@ class PrefillGraphs:
         try:
             self._captured[kind] = capture(functools.partial(self._run, kind), self._pool)
         except torch.OutOfMemoryError as error:
+            if not self._place.alone:
+                # Other ranks have it, and would run it without this one.
+                raise
             self._too_large.add(kind)
             log.warning("steps of %d slots run without a graph: %s", kind.slots, error)
             return

@@ -236,7 +236,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         if pools.spare_pages is not None:
-            place = Place(self.backends, self.rows, pools.spare_pages)
+            place = Place(self.backends, self.rows, pools.spare_pages, group.alone)
             head, drafts = self.draft_head, shape.drafts
             self.graphs = DecodeGraphs(model, place, shape.num_rows, drafts, head)
             self.prefill_graphs = PrefillGraphs(self.graphs, shape.graph_slots)
@@ -464,7 +464,8 @@ class Runner:
 
     def _sampling(self, picks: Picks, counts: Sequence[int]) -> Sampling:
         """What of the rows' choice a graph can do; counts: of `Sampler.reports`."""
-        if not self.sampler.plain(picks) or max(counts, default=0) > MOST_OF_GRAPHS:
+        beyond = not self.sampler.plain(picks) or max(counts, default=0) > MOST_OF_GRAPHS
+        if beyond or not self.sampler.alone:
             return Sampling(Ending.LOGITS, self.sampler.draws(picks))
         if counts:
             return Sampling(Ending.REPORT, self.sampler.draws(picks, always=True))

@@ -223,6 +223,11 @@ class Sampler:
         known = self._look_up(picks.row)
         return known.draws._replace(number=picks.number) if known.drawing or always else None
 
+    @property
+    def alone(self) -> bool:
+        """This process chooses by itself: there is one rank."""
+        return self._group.alone
+
     def _look_up(self, row: Ints) -> _Lookup:
         known, table = self._known, self._table
         if known is None or known.row is not row:
