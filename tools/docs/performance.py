@@ -26,7 +26,9 @@ Shapes are published geometries with random weights: `345m` has 16 layers, every
 pages of 64 slots, 32 selected pages and a window of 512 slots; `7b` has 32 layers, 8 of them with
 landmarks. The row `dense` is the same shape without landmarks. A percentage is the share of the
 roofline: how near a time comes to what the machine's memory bandwidth and matrix rate, measured in
-the same run, allow. A range is of several runs.
+the same run, allow. A range is of several runs. For a mixture of experts the roofline assumes that
+tokens choose evenly among all experts; random weights choose fewer, so that a step of many rows may
+come out above 100%.
 """
 
 README_SHAPE = "345m"

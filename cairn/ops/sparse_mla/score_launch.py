@@ -93,7 +93,11 @@ def score(
     side = max(1, TUNING.chunk_columns // padded) if chunked else 1
     size = TUNING.chunk_keys if side > 1 else TUNING.score_keys
     groups = -(-tokens // side)
-    splits = max(1, min(-(-width // size), TUNING.score_programs // groups))
+    tiles, most = -(-width // size), TUNING.score_programs // groups
+    if side == 1:
+        enough = TUNING.least_score_programs // groups
+        most = max(enough, min(most, tiles // TUNING.least_score_tiles))
+    splits = max(1, min(tiles, most))
     single = q.dtype == torch.float32
     scores_kernel[(groups, splits)](
         q,

@@ -13,6 +13,10 @@ class SparseMlaTuning(Tuning):
 
     score_programs: int = 4096
     """Programs of scores: many more than run at once, since tokens see keys of unlike number."""
+    least_score_programs: int = 528
+    least_score_tiles: int = 8
+    """Of tokens one by one: from so many programs on, each has so many tiles of keys at least, of
+    which it reads one while it multiplies another."""
     score_keys: int = 128
     chunk_keys: int = 64
     """Keys of a tile, of tokens one by one and of tokens side by side in a chunk."""
