@@ -49,9 +49,10 @@ def run_demo(
     )
     began = time.perf_counter()
 
-    from cairn.llm import LLM
+    with console.status("importing PyTorch and loading the model"):
+        from cairn.llm import LLM
 
-    llm = LLM(str(model), **options)
+        llm = LLM(str(model), **options)
     console.print(f"{model.name} is ready after {time.perf_counter() - began:.1f} s")
     try:
         _read(llm, document, console)

@@ -7,25 +7,13 @@ from cairn.ops.moe.kernels.experts import matrix_tile, rows_tile, tile_of
 from cairn.ops.pdl import await_previous
 
 
-@triton.jit
-def product_of(x, w, total, TURNED: tl.constexpr, INTEGER: tl.constexpr):
-    """total + x w of x [BM, BK] and w [BK, BN]; TURNED: total is [BN, BM]."""
-    if TURNED:
-        x, w = w.T, x.T
-    if INTEGER:
-        total = tl.dot(x, w, total, out_dtype=tl.int32)
-    else:
-        total = tl.dot(x, w, total)
-    return total
-
-
 @triton.jit(early=(), do_not_specialize=["rows", "tiles"])
 def scaled_mm_kernel(
     a, b, a_scale, b_scale, bias, out, rows, numbers, width, a_stride, b_stride, out_stride,
     a_step, b_step, tiles, columns,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
-    STEPS: tl.constexpr, TURNED: tl.constexpr, INTEGER: tl.constexpr, TABLE: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr,
+    TURNED: tl.constexpr, INTEGER: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, numbers] = (a b^T) * a_scale[m] * b_scale[n] + bias[n].
 
@@ -35,11 +23,9 @@ def scaled_mm_kernel(
         a_scale, b_scale: float32, a_step and b_step apart; 0: one for all.
         bias: [numbers], or None.
         tiles, columns: of rows and of numbers.
-        STEPS: of BK columns, whose products of e4m3 the tensor cores add up: they keep fewer bits
-            than float32.
-        TURNED: the tensor cores see b as the rows and a as the columns: they take rows in steps of
-            64 and columns in steps of 8.
-        EVEN: width is a multiple of STEPS * BK.
+        TURNED: b's rows are those of the product, and a's its columns: warp groups multiply 64 rows
+            with any multiple of 8 columns, in e4m3 without conversion.
+        EVEN: width is a multiple of BK.
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
@@ -52,23 +38,19 @@ def scaled_mm_kernel(
         total = tl.zeros((BN, BM), kind)
     else:
         total = tl.zeros((BM, BN), kind)
-    for first in range(0, width, STEPS * BK):
-        if INTEGER:
-            part = total
+    for at in range(0, width, BK):
+        if TABLE:
+            x = a.load([tile * BM, at])
         else:
-            part = tl.zeros_like(total)
-        for step in tl.static_range(STEPS):
-            at = first + step * BK
-            if TABLE:
-                x = a.load([tile * BM, at])
-            else:
-                x = rows_tile(a, row.to(tl.int64), inside, at, width, a_stride, BK, EVEN)
-            w = matrix_tile(b, column * BN, at, numbers, width, b_stride, BN, BK, TABLE, EVEN)
-            part = product_of(x, w, part, TURNED, INTEGER)
+            x = rows_tile(a, row.to(tl.int64), inside, at, width, a_stride, BK, EVEN)
+        w = matrix_tile(b, column * BN, at, numbers, width, b_stride, BN, BK, TABLE, EVEN)
+        if TURNED:
+            x, w = w.T, x.T
         if INTEGER:
-            total = part
+            total = tl.dot(x, w, total, out_dtype=tl.int32)
         else:
-            total += part
+            # Tensor cores keep fewer bits than float32 of what they add up.
+            total += tl.dot(x, w)
     if TURNED:
         total = total.T
     there = number < numbers

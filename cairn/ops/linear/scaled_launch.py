@@ -21,7 +21,7 @@ class Tile(NamedTuple):
         part: columns of a and b in one step.
         warps, stages: of the launch.
         table: a and b are copied by the device's engine (TMA).
-        turned, steps: see `scaled_mm_kernel`.
+        turned: see `scaled_mm_kernel`.
     """
 
     rows: int
@@ -31,11 +31,13 @@ class Tile(NamedTuple):
     stages: int
     table: bool = False
     turned: bool = False
-    steps: int = 1
 
 
+NARROW = (Tile(16, 64, 256, 4, 4), Tile(16, 32, 256, 4, 6), Tile(16, 16, 256, 2, 6))
+TURNED = (Tile(16, 64, 256, 4, 4, turned=True), Tile(16, 64, 256, 4, 6, turned=True))
+"""Of few rows in e4m3 where there are warp groups, in the place of `NARROW`: up to 16% faster."""
 TILES = (
-    (16, (Tile(16, 64, 256, 4, 4), Tile(16, 32, 256, 4, 6), Tile(16, 16, 256, 2, 6))),
+    (16, NARROW),
     (32, (Tile(32, 64, 256, 4, 4), Tile(32, 32, 256, 4, 4))),
     (64, (Tile(64, 64, 128, 4, 4), Tile(64, 32, 256, 4, 4))),
     (256, (Tile(64, 128, 128, 4, 4),)),
@@ -68,6 +70,8 @@ def multiplies_codes(x: Tensor, dtype: torch.dtype) -> bool:
 def tile_for(rows: int, numbers: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """What a program of a product [rows, numbers] of codes computes."""
     tiles = next((tiles for most, tiles in TILES if rows <= most), (LARGE[dtype],))
+    if tiles is NARROW and dtype == E4M3 and gpu.supports_wgmma(device):
+        tiles = TURNED
     wanted = gpu.processors(device)
     fit = (tile for tile in tiles if -(-rows // tile.rows) * -(-numbers // tile.columns) >= wanted)
     return next(fit, tiles[-1])
@@ -111,11 +115,10 @@ def multiply(
         BN=tile.columns,
         BK=tile.part,
         TILES=TOGETHER,
-        STEPS=tile.steps,
         TURNED=tile.turned,
         INTEGER=a.dtype == torch.int8,
         TABLE=table,
-        EVEN=width % (tile.part * tile.steps) == 0,
+        EVEN=width % tile.part == 0,
         PDL=gpu.supports_pdl(a.device),
         num_warps=tile.warps,
         num_stages=tile.stages,
