@@ -135,5 +135,7 @@ def test_what_a_tier_cannot_have_is_refused() -> None:
         build("recurrent", **TIER)
     with pytest.raises(BadConfig, match=r"kv_host_memory gives no memory.*--kv-host-memory"):
         build("landmarks", kv_host_tier=True)
+    with pytest.raises(BadConfig, match="Leave out kv_host_tier or disaggregation_mode"):
+        build("landmarks", disaggregation_mode="prefill", **TIER)
     with pytest.raises(OutOfMemory, match=r"7 pages need \d+ bytes of host memory.*at least"):
         build("landmarks", kv_host_tier=True, kv_host_memory="8KiB", max_model_len=100)
