@@ -114,12 +114,6 @@ def test_few_frames_change_no_bit() -> None:
         same_schedule([build("landmarks"), tiered("landmarks", 5)])
 
 
-@pytest.mark.gpu
-def test_frames_change_no_bit_on_a_gpu() -> None:
-    with force("landmark_attention=composed"):
-        same_schedule([build("landmarks", **ON_GPU), build("landmarks", **TIER, **ON_GPU)])
-
-
 def test_a_page_that_is_written_anew_leaves_its_frame() -> None:
     """Requests that share nothing take each other's pages, of which many are still in frames."""
     options = {"enable_prefix_caching": False}

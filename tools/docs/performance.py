@@ -158,6 +158,19 @@ def needles(records: Sequence[Record]) -> list[str]:
     return lines
 
 
+def host_tier(records: Sequence[Record]) -> list[str]:
+    """Decode steps with pages in host memory, beside those with all pages on the device."""
+    lines = [
+        "| tokens | pages on the device | pages in host memory | of those read, in frames |",
+        "|---" * 4 + "|",
+    ]
+    for r in records:
+        beside = "" if r["memory_ms"] is None else f"{r['memory_ms']:.2f} ms"
+        hits = f"{r['frame_hits']:.0%}"
+        lines.append(f"| {r['context']:,} | {beside} | {r['ms']:.2f} ms | {hits} |")
+    return lines
+
+
 def text(records: Sequence[Record]) -> list[str]:
     """Loss of the same last tokens by what stands before them."""
     lines = [
@@ -188,6 +201,7 @@ SECTIONS: tuple[tuple[str, set[str], Callable[[Sequence[Record]], list[str]]], .
     ("Throughput of many prompts", {"offline"}, offline),
     ("Speculative decoding", {"speculation"}, speculation),
     ("A server under load", {"serve"}, serve),
+    ("Decode steps with pages in host memory", {"host tier"}, host_tier),
     ("Facts found in long documents", {"needle"}, needles),
     ("Text", {"ppl"}, text),
     ("8-bit keys and values", {"logits", "needles"}, quantised_kv),
