@@ -58,6 +58,7 @@ def engine(port: int, **options):
     return build(MODEL, EngineOptions(**given, **more))
 
 
+@pytest.mark.slow
 def test_two_nodes_give_what_one_gives() -> None:
     port, health = free_port(), free_port()
     with node_one(port, "--port", str(health)) as process:

@@ -236,7 +236,7 @@ def test_aborts_leak_nothing(pair: tuple[Built, Built, Built], count: int) -> No
     ("family", "ranks"),
     [
         (LANDMARKS, (2, 1)),
-        (LANDMARKS, (1, 2)),
+        pytest.param(LANDMARKS, (1, 2), marks=pytest.mark.slow),
         *(
             pytest.param(family, ranks, marks=pytest.mark.slow)
             for family in ("recurrent", "latent, shared selections", "recurrent with experts")
