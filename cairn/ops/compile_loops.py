@@ -33,7 +33,7 @@ def compile_loops(dtype: torch.dtype, helped: bool = True) -> None:
     """Run every loop on a few numbers: what is compiled depends on their dtype alone.
 
     A process does it once for a dtype, a machine keeps what it compiled. Where nothing is kept yet
-    and there are two cores, another process compiles half of it at the same time.
+    and torch has two threads, another process compiles half of it at the same time.
 
     Args:
         dtype: of the model.
@@ -63,7 +63,7 @@ def compile_loops(dtype: torch.dtype, helped: bool = True) -> None:
 def _helper(dtype: torch.dtype) -> Iterator[None]:
     """A process that compiles the loops of landmark layers, whose end is waited for. If it fails,
     they are compiled here."""
-    if len(os.sched_getaffinity(0)) < 2:
+    if torch.get_num_threads() < 2:
         yield
         return
     log.warning("compiling loops for this CPU: this takes up to a minute, once on a machine")
@@ -137,3 +137,5 @@ if __name__ == "__main__":
     _dtype = getattr(torch, sys.argv[1])
     for _size in _sizes(_dtype):
         _run_landmarks(_dtype, *_size)
+    # What is compiled is on disk; to take LLVM's modules down may last longer than to compile.
+    os._exit(0)
