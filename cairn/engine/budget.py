@@ -111,7 +111,9 @@ class StepTimes:
         if load.chunks:
             self._prefill.learn(_prefill(load), max(0.0, beyond - drafts) - prefill, unit)
         elif load.drafts:
-            self._drafts.learn(_drafts(load), beyond - drafts, unit)
+            # Nothing runs beside such a step. The first one captures a graph: that must not make
+            # the next ones, which are over much sooner, count for little.
+            self._drafts.learn(_drafts(load), beyond - drafts, min(unit, OUTLIER * seconds))
         if not (load.chunks or load.drafts) or seconds < decode:
             # Also when a step with more is over sooner than its decoding rows alone should be.
             self._decode.learn(_decode(load), seconds - decode, unit)

@@ -80,6 +80,20 @@ def test_the_first_steps_with_guesses_capture_graphs_and_stop_nobody():
         else:
             times.observe(load, 0.01)
     assert ran == 100
+    # Nor later rows, of which nothing is known.
+    assert times.draft_seconds(Load(drafts=DRAFTS)) == pytest.approx(0.004, rel=0.1)
+    assert found.candidates([request()], load)
+
+
+def test_eight_steps_undo_what_a_capture_took():
+    times = StepTimes()
+    for _ in range(8):
+        times.observe(Load(rows=1), 0.0005)
+    for step in range(8):
+        times.observe(Load(rows=1, drafts=7, drafts_context=7000), 0.0008 if step else 0.4)
+    assert times.decode_seconds(Load(rows=1)) == pytest.approx(0.0005, rel=0.1)
+    seconds = times.draft_seconds(Load(drafts=7, drafts_context=7000))
+    assert seconds == pytest.approx(0.0003, rel=0.2)
 
 
 def test_steps_with_guesses_are_learned_apart():
