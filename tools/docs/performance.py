@@ -37,6 +37,7 @@ BACKENDS = {
     "dense": "dense",
     "dsa": "indexer",
     "compressed": "compressed",
+    "hybrid": "hybrid",
     "transformers": "dense, transformers",
 }
 
