@@ -25,7 +25,7 @@ def played(monkeypatch):
     """The main stream, and those that graphs were captured on."""
     main, used = Stream(), []
 
-    def graph(graph, pool, stream):
+    def graph(graph, pool, stream, capture_error_mode):
         used.append(stream)
         return nullcontext()
 
