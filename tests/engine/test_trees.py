@@ -136,7 +136,7 @@ def test_branches_of_a_draft_layer() -> None:
         scheduler.drafter, scheduler.pace = drafter, None
         found = serve_drafting(built, prompts, params)
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
-    assert watched.branches > 8 and fork.right > 4 and seen.count > before + 5
+    assert watched.branches > 8 and fork.right > 4 and seen.count > before + 2
 
 
 def test_other_continuations_are_newest_first_and_begin_differently() -> None:
