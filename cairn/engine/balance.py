@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
 
-from cairn.cache.host import Move
-from cairn.runner.executor import Executor
+from cairn.runner.executor import Executor, PassingExecutor
 from cairn.runner.step import Launched, StepPlan
 from cairn.specs.experts import Balance
 
 log = logging.getLogger(__name__)
 
 
-class BalancingExecutor:
+class BalancingExecutor(PassingExecutor):
     """Runs plans on another executor, and places experts in front of some.
 
     Args:
@@ -24,7 +21,8 @@ class BalancingExecutor:
     """
 
     def __init__(self, inner: Executor, balance: Balance, layers: int) -> None:
-        self._inner, self._balance, self._layers = inner, balance, layers
+        super().__init__(inner)
+        self._balance, self._layers = balance, layers
         self._steps, self._next = 0, layers
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -40,15 +38,3 @@ class BalancingExecutor:
         if self._steps % self._balance.every == 0:
             self._next = 0
         return self._inner.launch(plan)
-
-    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
-        """See `Executor`."""
-        return self._inner.move(moves, into_host)
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        """See `Executor`."""
-        return self._inner.call(name, **arguments)
-
-    def shutdown(self) -> None:
-        """See `Executor`."""
-        self._inner.shutdown()

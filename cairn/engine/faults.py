@@ -13,13 +13,11 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from cairn.cache.host import Move
 from cairn.errors import BadConfig
-from cairn.runner.executor import Executor
+from cairn.runner.executor import Executor, PassingExecutor
 from cairn.runner.step import Launched, StepPlan
 
 ENVIRONMENT_VARIABLE = "CAIRN_FAULT"
@@ -64,11 +62,11 @@ def faults_of(environment: Mapping[str, str]) -> tuple[Fault, ...]:
     return parse_faults(text)
 
 
-class FaultyExecutor:
+class FaultyExecutor(PassingExecutor):
     """Runs plans on another executor, with failures at chosen steps."""
 
     def __init__(self, inner: Executor, faults: tuple[Fault, ...]) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._faults = faults
         self._step = 0
 
@@ -86,15 +84,3 @@ class FaultyExecutor:
                 )
             time.sleep(fault.seconds)
         return self._inner.launch(plan)
-
-    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
-        """Move records."""
-        return self._inner.move(moves, into_host)
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        """Call it on the inner executor."""
-        return self._inner.call(name, **arguments)
-
-    def shutdown(self) -> None:
-        """Release what the inner executor holds."""
-        self._inner.shutdown()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from cairn.cache.host import Move
 from cairn.distributed.groups import Group
 from cairn.distributed.rounds import EnginesStopped, Rounds
 from cairn.errors import EngineDead
 from cairn.layers.moe import MixtureOfExperts
-from cairn.runner.executor import Executor
+from cairn.runner.executor import Executor, PassingExecutor
 from cairn.runner.step import Launched, StepPlan
 
 T = TypeVar("T")
@@ -90,7 +89,7 @@ class ExpertRounds:
         self._rounds.begin(len(arguments[0].batch.input_ids))
 
 
-class RoundsExecutor:
+class RoundsExecutor(PassingExecutor):
     """Runs plans on another executor, each pass of the model in a round.
 
     Args:
@@ -99,21 +98,10 @@ class RoundsExecutor:
     """
 
     def __init__(self, inner: Executor, rounds: ExpertRounds) -> None:
-        self._inner, self._rounds = inner, rounds
+        super().__init__(inner)
+        self._rounds = rounds
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step; what fails ends the engine."""
         with self._rounds.watched():
             return self._inner.launch(plan)
-
-    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
-        """See `Executor`."""
-        return self._inner.move(moves, into_host)
-
-    def call(self, name: str, **arguments: Any) -> Any:
-        """See `Executor`."""
-        return self._inner.call(name, **arguments)
-
-    def shutdown(self) -> None:
-        """See `Executor`."""
-        self._inner.shutdown()

@@ -31,6 +31,33 @@ class Executor(Protocol):
         """Release what the executor holds."""
 
 
+class PassingExecutor:
+    """Passes everything on to another executor; what a subclass overrides it does first.
+
+    Args:
+        inner: the other one.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """See `Executor`."""
+        return self._inner.launch(plan)
+
+    def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
+        """See `Executor`."""
+        return self._inner.move(moves, into_host)
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """See `Executor`."""
+        return self._inner.call(name, **arguments)
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+        self._inner.shutdown()
+
+
 class InProcessExecutor:
     """Runs plans on a Runner of this process.
 
