@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from cairn.engine.nodes import BEAT_SECONDS, SILENCE_SECONDS, Beat, Died, join
 from cairn.engine.ranks import RankProcess, Seat, end_processes
@@ -103,7 +103,7 @@ def _orders(
 
 
 @contextlib.contextmanager
-def _answering(listener: socket.socket | None):  # type: ignore[no-untyped-def]
+def _answering(listener: socket.socket | None) -> Iterator[None]:
     """Answer /health with 200 within, and everything else with 404."""
     if listener is None:
         yield

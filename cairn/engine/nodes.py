@@ -87,7 +87,7 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     hint: str | None = None
 
 
-FromNode = Beat | Died
+FromNode: Any = Beat | Died
 
 
 class Link:
@@ -126,7 +126,7 @@ class Link:
     def _listen(self) -> None:
         try:
             while True:
-                message: Any = receive_frame(self._connection, FromNode, self._secret)  # type: ignore[arg-type]
+                message = receive_frame(self._connection, FromNode, self._secret)
                 if isinstance(message, Died):
                     self._reason = EngineDead(message.reason, message.hint)
                     return
