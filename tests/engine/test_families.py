@@ -106,6 +106,22 @@ def _ended(continuation: Continuation, built: Built) -> Trace | None:
     return None if aborted else trace(continuation, built.spec.vocab_size)
 
 
+def expect_each_as_alone(
+    built: Built, cold: Built, rng: random.Random, prompts: list[list[int]]
+) -> None:
+    """Random schedules give what each request gives alone on the other engine; all pages return."""
+    alone = [run(cold, [prompt], greedy(OUTPUT), poisoned=False)[0] for prompt in prompts]
+    longest = max(len(prompt) for prompt in prompts) + OUTPUT
+    # Two of the longest fit side by side: the others wait, or give their pages back.
+    hostage = occupy(built.core.cache, keep=2 * int(built.slots.pages_for(longest)) + 1)
+    for _ in range(2):
+        for found, wanted in zip(serve(built, rng, prompts, hostage), alone, strict=True):
+            if found is not None:
+                assert_same(found, wanted)
+    built.core.cache.close(hostage)
+    assert all_pages_back(built.core)
+
+
 @shows("hils qwen3_moe qwen3_next qwen3_5", "batching", "chunked prefill", "prefix cache")
 @shows("glm_moe_dsa deepseek_v32", "batching", "chunked prefill", "prefix cache")
 @shows("deepseek_v4", "batching", "chunked prefill", "prefix cache")
@@ -118,16 +134,7 @@ def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed
     size, vocab = built.config.page_size, built.spec.vocab_size
     prompts = prompts_of(rng, min(size, 32), vocab)
     cold = build(family, enable_prefix_caching=False)
-    alone = [run(cold, [prompt], greedy(OUTPUT), poisoned=False)[0] for prompt in prompts]
-    longest = max(len(prompt) for prompt in prompts) + OUTPUT
-    # Two of the longest fit side by side: the others wait, or give their pages back.
-    hostage = occupy(built.core.cache, keep=2 * int(built.slots.pages_for(longest)) + 1)
-    for _ in range(2):
-        for found, wanted in zip(serve(built, rng, prompts, hostage), alone, strict=True):
-            if found is not None:
-                assert_same(found, wanted)
-    built.core.cache.close(hostage)
-    assert all_pages_back(built.core)
+    expect_each_as_alone(built, cold, rng, prompts)
 
 
 @pytest.mark.parametrize("family", ["landmarks and windows", "recurrent", "latent in 8 bits"])

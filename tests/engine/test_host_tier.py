@@ -14,9 +14,8 @@ from cairn.cache.frames import FrameMap
 from cairn.engine.build import Built
 from cairn.errors import BadConfig, OutOfMemory
 from cairn.ops.registry import force
-from tests.engine.fakes import all_pages_back
-from tests.engine.harness import assert_same, greedy, occupy, poison, run, text
-from tests.engine.test_families import OUTPUT, build, prompts_of, serve
+from tests.engine.harness import assert_same, greedy, poison, run, text
+from tests.engine.test_families import build, expect_each_as_alone, prompts_of, serve
 from tests.support import shows
 
 LANDMARKS = ("landmarks", "landmarks and windows")
@@ -43,15 +42,7 @@ def expect_alone(built: Built, plain: Built, seed: int) -> None:
     rng = random.Random(seed)
     size, vocab = built.config.page_size, built.spec.vocab_size
     prompts = prompts_of(rng, min(size, 32), vocab)[-4:]
-    alone = [run(plain, [prompt], greedy(OUTPUT), poisoned=False)[0] for prompt in prompts]
-    longest = max(len(prompt) for prompt in prompts) + OUTPUT
-    hostage = occupy(built.core.cache, keep=2 * int(built.slots.pages_for(longest)) + 1)
-    for _ in range(2):
-        for found, wanted in zip(serve(built, rng, prompts, hostage), alone, strict=True):
-            if found is not None:
-                assert_same(found, wanted)
-    built.core.cache.close(hostage)
-    assert all_pages_back(built.core)
+    expect_each_as_alone(built, plain, rng, prompts)
     assert built.runner.pools.frames is not None
     held = built.runner.pools.frames.map
     head, page = (held.frame_of >= 0).nonzero(as_tuple=True)
