@@ -216,7 +216,7 @@ class Meeting:
         try:
             hello = receive_frame(connection, Hello, nodes.secret)
         except WireError as error:
-            # In the clear: who comes with another secret shall learn it.
+            # Signed with the empty secret, so that a node with a wrong secret can read the reason.
             send_frame(connection, Welcome(0, 0, "", "the secrets differ"), b"")
             raise error
         refused = None
@@ -261,7 +261,7 @@ def join(nodes: Nodes) -> tuple[socket.socket, Welcome]:
         challenge = receive_frame(connection, Challenge, b"")
         hello = Hello(challenge.nonce, VERSIONS, nodes.number, nodes.count)
         send_frame(connection, hello, nodes.secret)
-        # It may be waiting for others before it listens to this one.
+        # Node 0 may still be waiting for other nodes before it answers this one.
         connection.settimeout(nodes.seconds)
         welcome = receive_frame(connection, Welcome, b"")
     except (OSError, WireError) as error:

@@ -63,7 +63,7 @@ class Pace:
         longer = self.times.draft_seconds(Load(drafts=count, drafts_context=context))
         gain = sum(expected(request, len(guesses)) for request, guesses in found.items())
         if self._tries or gain * self.times.decode_seconds(load) >= load.rows * longer:
-            # A step that makes guesses alone is followed by the one that runs them.
+            # After a step that only makes guesses comes the step that verifies them.
             self.refused = 0 if count else self.refused
             return True
         self.refused += 1

@@ -56,13 +56,13 @@ def warm_up(built: Built) -> None:
         compile_ahead(functools.partial(built.runner.rehearse, prefills))
     # First without prefill graphs: steps that fit no graph, or report page selection, run eagerly.
     graphs = built.runner.prefill_graphs
-    # Ranks all run the same: of several, graphs from the beginning.
+    # Turning graphs off here would leave them on in the other ranks, so several ranks keep them.
     built.runner.prefill_graphs = None if alone else graphs
     for steps in singles:
         _run(built, steps)
     built.runner.prefill_graphs = graphs
     if graphs is not None:
-        # The largest: the others find its memory.
+        # Captures the largest graph first: smaller ones reuse its memory.
         built.core.executor.call("prefill_graphs.prepare_next")
     for steps in several:
         _run(built, steps)

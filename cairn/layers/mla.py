@@ -97,7 +97,7 @@ class MlaAttention(nn.Module):
         if spec.indexer is not None:
             key = [Rows("indexer.wk", spec.indexer.head_dim)]
             if spec.bias:
-                # It alone has no bias.
+                # The joint down projection has a bias, the index key none: a matrix of its own.
                 self.index_key = Linear(hidden, key, dtype=dtype, scheme=scheme)
             else:
                 self.index_dim, down = spec.indexer.head_dim, key + down

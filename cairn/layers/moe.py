@@ -103,7 +103,7 @@ class MixtureOfExperts(nn.Module):
         """Run the experts of this engine for the tokens that the others have in this round."""
         assert self.rounds is not None
         weight = self.router.weight
-        # Of activations, whatever the matrices are kept in.
+        # An empty batch of hidden states; the router's weight has the activations' dtype.
         x = torch.empty(0, weight.shape[1], dtype=weight.dtype, device=weight.device)
         weights = x.new_empty(0, self.spec.active, dtype=torch.float32)
         ids, slots = weights.int(), x.new_empty(0, dtype=torch.int64)

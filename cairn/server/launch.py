@@ -92,7 +92,7 @@ def _serve_node(nodes: Nodes, options: ServerOptions, say: Say) -> int:
     from cairn.engine.node import serve_node
 
     if nodes.launched:
-        # Several share a host, and its ports.
+        # Several torchrun processes share a host: none of them takes the port for /health.
         return serve_node(nodes, None, say)
     with _bound(options.host, options.port, "--port") as listener:
         return serve_node(nodes, listener, say)

@@ -275,7 +275,7 @@ def _uncut(block: int, sizes: Sequence[tuple[int, int]]) -> int:
         sizes: of a rank's part and of the whole of each matrix, along an axis.
     """
     for part, whole in sizes:
-        # Of whole blocks, a part that is within one has the scale of that.
+        # No smaller blocks where parts are whole blocks, or lie inside one block.
         if part != whole and whole > block and (block % part or whole % block):
             block = math.gcd(block, part)
     return block
