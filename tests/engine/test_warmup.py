@@ -11,7 +11,8 @@ import torch
 from cairn.attention.cuts import Front
 from cairn.engine.warmup import _behind, _behind_fronts, _granted, warm_up
 from cairn.types import SamplingParams
-from tests.engine.harness import engine, greedy, run
+from tests.engine.fakes import FakeDrafter
+from tests.engine.harness import engine, greedy, run, text
 
 CASE = "qwen_gqa4_prior_lora_inrange"
 
@@ -97,3 +98,32 @@ def test_fifty_lengths_compile_nothing(dtype, monkeypatch):
         run(built, [prompt], params, poisoned=False)
         torch.cuda.synchronize()
         assert not compiled, f"a prompt of {length} tokens compiles {compiled}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_with_guesses_compile_nothing(dtype, monkeypatch):
+    """One row or several, up to seven guesses in each, some wrong, across the ends of pages."""
+    runtime = pytest.importorskip("triton").knobs.runtime
+    options = {"device": "cuda", "dtype": dtype, "kv_cache_memory": "256MiB", "max_num_seqs": 4}
+    guessing = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 7}
+    built = engine(CASE, max_model_len=1024, **options, **guessing)
+    compiled: list[str] = []
+    monkeypatch.setattr(runtime, "jit_cache_hook", lambda **k: compiled.append(k["fn"].name))
+    warm_up(built)
+    assert compiled, "the hook sees nothing"
+    compiled.clear()
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    scheduler = built.core.scheduler
+    scheduler.pace = None
+    for rows in (1, 2, 3, 4):
+        prompts = [text(n, 9 + 40 * n, built.spec.vocab_size) for n in range(rows)]
+        scheduler.drafter = None
+        plain = run(built, prompts, [params] * rows, poisoned=False)
+        scheduler.drafter = drafter = FakeDrafter(rows, 0.9, most=7)
+        for prompt, output in zip(prompts, plain, strict=True):
+            drafter.knows(prompt, list(output.tokens))
+        run(built, prompts, [params] * rows, poisoned=False)
+        torch.cuda.synchronize()
+        assert not compiled, f"{rows} rows with guesses compile {compiled}"
+    assert scheduler.drafts.accepted > 50
