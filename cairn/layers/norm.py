@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.distributed.groups import Group
 from cairn.layers.weight import Source, Weight
+from cairn.ops import advice
 
 
 class RMSNorm(nn.Module):
@@ -49,6 +50,16 @@ class RMSNorm(nn.Module):
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """residual [..., width] += what `forward` gives for x, in place."""
         ops.rmsnorm_add(x, residual, self.weight, self.eps)
+
+    def of_sum(self, residual: Tensor, delta: Tensor) -> Tensor | None:
+        """residual [T, width] += delta, in place; returns the norm of the sum, for which delta's
+        memory is used. None: the norm is left to the next product, which fuses it on this
+        device."""
+        if not advice.norms_sums(delta):
+            residual += delta
+            return None
+        ops.fused_add_rmsnorm(delta, residual, self.weight, self.eps)
+        return delta
 
 
 class DividedNorm(RMSNorm):

@@ -87,19 +87,21 @@ class Residual:
         """x += delta.
 
         Args:
-            delta: what a mixer or a feed-forward part returned.
+            delta: what a mixer or a feed-forward part returned; a tensor's memory may be used.
             next_norm: the norm of the next reader, which may be computed on the way.
             own_norm: the delta goes through this norm first.
         """
-        self._normed = None
+        self._normed, normed = None, None
         if own_norm is not None:
             own_norm.add_to(self.x, delta.value() if isinstance(delta, Product) else delta)
         elif isinstance(delta, Product):
             normed = delta.linear.add_to(self.x, delta.x, next_norm)
-            if next_norm is not None and normed is not None:
-                self._normed = next_norm, normed
+        elif next_norm is not None:
+            normed = next_norm.of_sum(self.x, delta)
         else:
             self.x += delta
+        if next_norm is not None and normed is not None:
+            self._normed = next_norm, normed
 
 
 class Streams(Residual):

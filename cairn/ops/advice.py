@@ -11,6 +11,7 @@ from cairn.ops.launch_cache.plans import is_traced
 from cairn.ops.linear.scaled_launch import multiplies_codes
 from cairn.ops.linear.skinny_gemm_panel import sums_in_norm as norms_behind_sum
 from cairn.ops.moe.experts_launch import multiplies_fp8
+from cairn.ops.norm.launch import norms_sums
 from cairn.ops.unchecked import unchecked
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "multiplies_codes",
     "multiplies_fp8",
     "norms_behind_sum",
+    "norms_sums",
     "shared_weights",
     "short_pages",
     "unchecked",

@@ -12,6 +12,7 @@ from cairn.layers.mlp import GatedMLP
 from cairn.layers.norm import RMSNorm
 from cairn.layers.residual import Hidden, Product, Residual
 from cairn.layers.schemes.base import Rows
+from cairn.ops import advice
 from cairn.ops.linear import skinny_gemm_panel
 from cairn.specs.ffn import DenseFfn
 
@@ -137,8 +138,11 @@ def test_mlp():
     torch.testing.assert_close(delta(Hidden(x, norm)), delta(Hidden(norm(x))))
 
 
-def test_the_residual_is_summed_and_normed_in_one_place():
-    """Deltas as tensors and as products, norms of the next reader and of the delta itself."""
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_residual_is_summed_and_normed_in_one_place(monkeypatch, at_once):
+    """Deltas as tensors and as products, norms of the next reader and of the delta itself; with one
+    op that adds and norms, as on a GPU, and without it."""
+    monkeypatch.setattr(advice, "norms_sums", lambda x: at_once)
     norm = RMSNorm(8, 1e-3, dtype=torch.float32)
     linear = Linear(6, [Rows("w", 8)], dtype=torch.float32)
     for parameter in (*norm.parameters(), *linear.parameters()):
@@ -149,6 +153,11 @@ def test_the_residual_is_summed_and_normed_in_one_place():
         assert residual.read(None).value() is residual.x
         residual.add(delta)
         residual.add(Product(linear, inner), next_norm=norm)
+        twice = Residual(x + inner @ linear.weight.T)
+        twice.add(delta.clone(), next_norm=norm)
+        assert (twice.read(norm).norm is None) == at_once
+        torch.testing.assert_close(twice.read(norm).value(), residual.read(norm).value())
+        torch.testing.assert_close(twice.x, residual.x)
         total = x + delta + inner @ linear.weight.T
         torch.testing.assert_close(residual.x, total)
         torch.testing.assert_close(residual.read(norm).value(), norm(total))

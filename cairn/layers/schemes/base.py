@@ -135,7 +135,10 @@ class Scheme(ABC):
         Returns:
             The residual after the norm; None: it was left to the next product.
         """
-        residual += self.product(linear, x, None)
+        product = self.product(linear, x, None)
+        if norm is not None:
+            return norm.of_sum(residual, product)
+        residual += product
         return None
 
 

@@ -86,7 +86,8 @@ def multiply(
     """`experts_kernel`: rows of a with the matrices of their experts.
 
     Args:
-        a: [any, K] with a row's numbers side by side; with scales where w has some.
+        a: [any, K] with a row's numbers side by side. Those without scales are quantised by every
+            program where w has some.
         w: [E, N, K] contiguous, or [E, 2N, K] of a kind.
         out: [any, N].
         rows: which row has which expert.
@@ -199,6 +200,13 @@ def quantized(x: Tensor) -> Scaled:
     return Scaled(codes, scale)
 
 
+def coded(x: Tensor, tile: Tile) -> Scaled:
+    """Rows [R, K] for products in fp8: quantised, or as they are where `experts_kernel` does it:
+    of short rows in small tiles that takes less time than another launch."""
+    few = tile.rows <= TUNING.fewest_rows and x.shape[1] <= TUNING.quantized_inside
+    return Scaled(x) if few else quantized(x)
+
+
 def grouped(ids: Tensor, experts: int, tile: Tile) -> Rows:
     """Places of ids [T, k] by expert, in tiles of rows; few ones have a tile each."""
     places, share = ids.numel(), ids.shape[1]
@@ -218,11 +226,11 @@ def grouped(ids: Tensor, experts: int, tile: Tile) -> Rows:
 
 def multiply_all(a: Scaled, w: Scaled, out: Tensor) -> Tensor:
     """Rows of a [M, K] with one matrix [1, N, K] in e4m3, into out [M, N]. Rows without scales are
-    quantised first; K is a multiple of 128."""
+    quantised; K is a multiple of 128."""
     count = a.x.shape[0]
     tile = tiles_for(w, count)[1]
     if a.scale is None:
-        a = quantized(a.x)
+        a = coded(a.x, tile)
     tiles = -(-count // tile.rows)
     tile = spread(tile, tiles, out.shape[1], out.device)
     multiply(a, w, Scaled(out), Rows(count, tiles), tile)
@@ -281,15 +289,16 @@ def run_experts(
     first = spread(first, rows.tiles, inner, x.device)
     second = spread(second, rows.tiles, width, x.device)
     scaled = w1.scale is not None
-    a = quantized(x) if scaled else Scaled(x)
-    coded = scaled and first.columns == GROUP
-    between = Scaled(gpu.empty((rows.count, inner), E4M3 if coded else x.dtype, x.device))
-    if coded:
+    a = coded(x, first) if scaled else Scaled(x)
+    with_scales = scaled and first.columns == GROUP
+    dtype = E4M3 if with_scales else x.dtype
+    between = Scaled(gpu.empty((rows.count, inner), dtype, x.device))
+    if with_scales:
         scale = gpu.empty((inner // GROUP, rows.count), torch.float32, x.device).t()
         between = replace(between, scale=scale)
     multiply(a, w1, between, replace(rows, gathered=True), first, kind, limit)
-    if scaled and not coded:
-        between = quantized(between.x)
+    if scaled and not with_scales:
+        between = coded(between.x, second)
     y = gpu.empty((places, width), x.dtype, x.device)
     multiply(between, w2, Scaled(y), replace(rows, scattered=True), second)
     out = gpu.empty((tokens, width), x.dtype, x.device)

@@ -67,6 +67,11 @@ def both_in_rows(call: Call) -> bool:
     return rows_of(call.input) is not None and rows_of(call.residual) is not None
 
 
+def norms_sums(x: Tensor) -> bool:
+    """Whether one kernel adds rows x to a residual stream and norms the sum."""
+    return gpu.AVAILABLE and x.is_cuda
+
+
 def register_rows(op: Op[..., Tensor], *, shifted: bool = False, rounded: bool = False) -> None:
     """Register the check and the kernel of a norm of rows (input, weight, eps, out).
 

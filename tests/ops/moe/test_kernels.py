@@ -56,3 +56,23 @@ def test_experts_that_no_token_has_are_not_read(tuned: Tuned) -> None:
         tuned(TUNING, single_places=places)
         got = ops.fused_experts.using("triton")(x, w1, w2, weights, ids)
         torch.testing.assert_close(got, wanted)
+
+
+def test_a_product_quantises_short_rows_itself(tuned: Tuned) -> None:
+    torch.manual_seed(3)
+    x, ids, weights = torch.randn(3, 256), torch.tensor([[0, 1], [1, -1], [1, 0]]), torch.rand(3, 2)
+    w1, w2 = (
+        torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((2, 256, 256), (2, 256, 128))
+    )
+    scales = {"w1_scale": torch.rand(2, 2, 2), "w2_scale": torch.rand(2, 2, 1)}
+    found = []
+    for widest in (0, 256):
+        tuned(TUNING, quantized_inside=widest)
+        found.append(
+            (
+                ops.fused_experts.using("triton")(x, w1, w2, weights, ids, **scales),
+                ops.linear_fp8_blocks.using("triton")(x, w1[0], scales["w1_scale"][0]),
+            )
+        )
+    for separate, inside in zip(*found, strict=True):
+        assert torch.equal(separate, inside)

@@ -93,6 +93,7 @@ def sum_products(
     scale_step, second_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIR: tl.constexpr,
     SCALED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Products [BM, BN] of rows of a with BN rows of a matrix from row `first` on, and with PAIR
     from row `second` on.
@@ -101,7 +102,7 @@ def sum_products(
         a: at its address.
         a_scale, w_scale: SCALED: at those of the rows [BM] and of the block of row `first`; the
             scales of the next block of columns are scale_step behind those of a row, and 1 behind
-            that of the matrix.
+            that of the matrix. Without a_scale rows are numbers, which are quantised here.
         second_scale: how far the scales of row `second` are from those of `first`.
     """
     left = tl.zeros((BM, BN), tl.float32)
@@ -111,7 +112,11 @@ def sum_products(
         gate = matrix_tile(w, first, column, rows, width, w_stride, BN, BK, TABLE, EVEN)
         if SCALED:
             block = column // BLOCK
-            scale = tl.load(a_scale + block * scale_step, mask=inside, other=0.0)
+            if a_scale is None:
+                code, scale = quantized(x.to(tl.float32), HARDWARE)
+                x = code.to(tl.float8e4nv, bitcast=True)
+            else:
+                scale = tl.load(a_scale + block * scale_step, mask=inside, other=0.0)
             own = (scale * tl.load(w_scale + block))[:, None]
             left += tl.dot(x, gate) * own
             if PAIR:
@@ -173,7 +178,8 @@ def experts_kernel(
     less than ends[t]; SINGLE: row t alone.
 
     Args:
-        a: [rows, width], or codes with a_scale [rows, blocks of columns].
+        a: [rows, width], or codes with a_scale [rows, blocks of columns]; numbers are quantised
+            here where matrices are codes.
         w: matrices [E, rows, width] below each other, as a table of blocks [BN, BK] (TABLE) or as
             they are. KIND "": rows are `numbers`. Else rows are 2 * numbers, and what is stored is
             act(x first half) * x second half, act being that of KIND. CLAMPED: the first half is
@@ -210,12 +216,13 @@ def experts_kernel(
         w += expert * rows * w_stride
     if SCALED:
         w_scale += expert * w_scale_expert + number // BLOCK * w_scale_row
+    if a_scale is not None:
         a_scale += source * a_scale_stride
     half = (numbers + BLOCK - 1) // BLOCK * w_scale_row
     left, right = sum_products(
         a, w, a_scale, w_scale, source, inside, first, first + numbers, rows, width, a_stride,
         w_stride, a_scale_step, half,
-        BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION,
+        BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION, HARDWARE,
     )  # fmt: skip
     if CLAMPED:
         left = tl.minimum(left, limit, propagate_nan=tl.PropagateNan.ALL)
