@@ -26,6 +26,13 @@ HERMES_TEMPLATE = """\
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Systematic examples take seconds to collect, in every worker: only where they will run."""
+    if collection_path.name == "test_schema_systematic.py" and "not slow" in config.option.markexpr:
+        return True
+    return None
+
+
 def model_with_template(folder, template=HERMES_TEMPLATE):
     """The embedded model with a chat template, its weights linked."""
     source = default_model_path()
