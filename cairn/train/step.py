@@ -72,7 +72,7 @@ class TrainStep:
 
     def evaluate(self, batch: Batch, topk: int) -> Tensor:
         """METRICS [4] on a batch, without a step."""
-        # With gradients, although unused: without them everything would be compiled again.
+        # Gradients stay enabled although unused: no_grad would compile everything again.
         return self._forward(self._inputs_of(batch), topk).detach()
 
     def _inputs_of(self, batch: Batch) -> _Inputs:

@@ -17,7 +17,7 @@ def _(draw: Draw) -> Points:
     tiny = all(layer.name == "tiny" for layer in draw.layers)
     size = 16 if tiny else 64
     sizes = [(batch, length, 128) for batch, length in ((1, 8192), (32, 4096), (8, 131072))]
-    # Of DeepSeek's 128 heads on one of eight devices.
+    # DeepSeek's 128 heads divided over eight devices: 16 each.
     sizes += [(32, 4096, 16), (8, 131072, 16)]
     for batch, length, heads in [(2, 100, 4)] if tiny else sizes:
         pages = -(-length // size)

@@ -77,8 +77,8 @@ def _(make: Make) -> Cases:
                 bytes_of = paged.quantized()
                 small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
                 yield make.args(*small, mask_landmarks=True)
-    # What a library may take: a decode step and a mixed one; on a GPU also chunks that fill it, the
-    # last with a past, and keys in pairs of blocks.
+    # Steps that the library implementation may take: a decode step and a mixed one; on a GPU also
+    # prefill chunks that fill it, the last with cached keys before it, and keys in pairs of blocks.
     steps: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
         ((9, 300, 64), (1, 1, 1)),
         ((70, 200), (1, 150)),

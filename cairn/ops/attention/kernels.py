@@ -229,7 +229,7 @@ def attend_pairs(
         key = block_of(keys, other, k_line, k_page, k_column, table, SIZE, PAGED)
         further = block_of(values, other, v_line, v_page, v_column, table, SIZE, PAGED)
         second = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        # Scaled behind the maximum, the factor is part of the difference: one instruction.
+        # Scale after taking the maximum: `x * factor - max` is then one fused multiply-add.
         higher = tl.maximum(tl.max(first, 1), tl.max(second, 1)) * factor
         higher = tl.maximum(best, higher)
         decay = tl.exp2(best - higher)
@@ -247,7 +247,7 @@ def attend_pairs(
 @triton.jit
 def finish(best, total, acc):
     """(o [M, DP], lse [M], natural logarithm): 0 and -inf for a row that saw no key."""
-    # NaN is seen too.
+    # A NaN total counts as seen: NaN != 0.
     seen = total != 0
     safe = tl.where(seen, total, 1.0)
     value = (best + tl.log2(safe)) * 0.6931471805599453
@@ -274,7 +274,7 @@ def tile_rows(
     """Of a tile's rows [M], KV head and tile being the program's first numbers: place among [T,
     HEADS], whether it is anybody's, row of the page table (-1: none) and slot."""
     group: tl.constexpr = HEADS // KV_HEADS
-    # Late tiles see the most keys: they start first.
+    # Tiles at the end of a sequence attend to the most keys, so they are launched first.
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
     m = tl.arange(0, TOKENS * GP)
     token, head = begin + m // GP, tl.program_id(0) * group + m % GP
@@ -300,14 +300,16 @@ def attend_row(
         keys, values: as in `tile_kernel`; kv and what follows it are looked at with them alone.
         LEAST: as in `tile_kernel`.
     """
-    # Sums of each row's own: a weight of 0 times another row's NaN would be in them.
+    # Each sequence accumulates separately: in a shared sum, weight 0 times another sequence's NaN
+    # would be NaN.
     best = tl.full(own_slot.shape, float("-inf"), tl.float32)
     total = tl.zeros(own_slot.shape, tl.float32)
     acc = tl.zeros(query.shape, tl.float32)
     high = tl.max(tl.where(mine, own_slot, -1), 0)
-    # Padding, at slot -1 of some row, sees nothing.
+    # Padding tokens have slot -1 and attend to nothing.
     low = tl.min(tl.where(mine & (own_slot >= 0), first, high + 1), 0)
-    # Blocks between these two are visible as a whole, to every row of a tile of one sequence.
+    # Key blocks from `middle` to `after` need no mask: every query of a tile of one sequence sees
+    # all of their keys.
     whole = tl.max(tl.where(mine, first, 0), 0) + KEYS - 1
     start = low // KEYS * KEYS
     middle = tl.minimum(tl.maximum(whole // KEYS * KEYS, start), high + 1)
@@ -422,7 +424,7 @@ def attend_split(
     factor = scale * 1.4426950408889634
     if SINGLE:
         begin = (low // KEYS + split) * KEYS
-        # Of a block behind the last slot nothing is read; the table need not go so far.
+        # Clamp: a block after the last slot is not read, and the page table may not reach that far.
         known = tl.maximum(tl.minimum(begin, this_slot // KEYS * KEYS), 0)
         line = block_lines(table, known, this_slot, page_stride, DIM, SIZE, KEYS)
         if PDL:  # noqa: SIM102

@@ -172,7 +172,8 @@ def rounded(weight, tile):
 
     So one that outweighs all others is divided by as it was multiplied.
     """
-    # In pairs: the compiler would round them one by one, which takes as long as exponents.
+    # Convert two values per instruction: one by one, as the compiler does it, takes as long as the
+    # exponentials.
     if tile.dtype == gl.bfloat16:
         asm: gl.constexpr = """
             cvt.rn.bf16x2.f32 $0, $4, $3;

@@ -111,7 +111,7 @@ class Task:
     @property
     def wave(self) -> int:
         """Programs of `split_kernel` over all keys that a large device is given at once."""
-        # Stages of a quantized cache hold fewer bytes.
+        # Pipeline stages of a quantized cache hold fewer bytes.
         if self.stages < TUNING.stages or self.k_cache.dtype != self.q.dtype:
             return TUNING.light_wave if self.width <= 64 else TUNING.wide_light_wave
         return reading_wave(self.q.device, self.width)
@@ -244,7 +244,8 @@ def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
     rows = 32 if wide else 64
     if paired and narrow:
         return rows, {"num_warps": 4, "num_stages": 2, **TUNING.three_narrow}
-    # A window ends after a few blocks: of wide heads, two small tiles beside each other hide that.
+    # A window spans few key blocks, too few to pipeline: with heads of 128, two small programs per
+    # multiprocessor hide each other's latency.
     if not half or (task.window and task.width == 128):
         return rows, {"num_warps": 4, "num_stages": 2}
     stages = 2 if wide or paired else 3

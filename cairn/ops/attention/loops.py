@@ -62,7 +62,7 @@ def multiply(q, keys, count, logits):
     group, dim = q.shape
     for j in range(count):
         key = keys[j]
-        # Several heads share a key's way to float32.
+        # Four heads share one conversion of the key to float32.
         for h in range(0, group - 3, 4):
             a, b, c, d = q[h], q[h + 1], q[h + 2], q[h + 3]
             of_a = of_b = of_c = of_d = np.float32(0)
@@ -108,7 +108,7 @@ def exponents(logits, count, top, total):
 def add_values(shares, values, count, out):
     """out[h] += shares[j, h] values[j]; out is float32 [G, d]."""
     group, dim = out.shape
-    # Several values share the way of what is added up to the registers.
+    # Four values are added per load and store of the output line.
     for j in range(0, count - 3, 4):
         a, b, c, d = values[j], values[j + 1], values[j + 2], values[j + 3]
         for h in range(group):

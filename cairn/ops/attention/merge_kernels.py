@@ -27,7 +27,7 @@ def merge_kernel(
     s = tl.arange(0, SPLITS)
     d = tl.program_id(1) * DP + tl.arange(0, DP)
     logs = tl.load(part_lse + place * splits + s, mask=s < splits, other=float("-inf"))
-    # Of an empty state there may be no more than its lse.
+    # An empty state has an lse of -inf; its output may be uninitialised and is not loaded.
     shown = (logs != float("-inf"))[:, None] & (d < DIM)[None, :]
     part = tl.load(part_o + ((place * splits + s) * DIM)[:, None] + d[None, :], shown, 0.0)
     best = tl.max(logs, 0)

@@ -56,7 +56,7 @@ def _(call: Call) -> None:
     lines, dim = call.s_a.numel(), call.v_a.shape[-1]
     if call.v_a.numel():
         width = gpu.next_power_of_2(dim)
-        # Few lines are spread over as many programs as there are.
+        # With few lines, use fewer lines per program, so that there are at least 512 programs.
         rows = min(max(1, _BLOCK // width), gpu.next_power_of_2(-(-lines // 512)))
         merge_states_kernel[(-(-lines // rows),)](
             v_a=call.v_a,

@@ -73,7 +73,7 @@ def _results(call: Call, dtype: torch.dtype) -> State:
 
 
 def _places(call: Call) -> tuple[Tensor, ...]:
-    # A contiguous table: for every other layout Numba would compile each loop again.
+    # Numba compiles a loop anew for every array layout: pass a contiguous table.
     return call.k_cache, call.v_cache, call.row, call.slot, call.page_table.contiguous()
 
 
@@ -154,7 +154,7 @@ def attend_tiles(
     if found is None:
         return definition(call)
     tiles, rest = found
-    # Empty cells of tiles write to one extra line behind the tokens'.
+    # Padding cells of tiles write to one extra line after the tokens'.
     out = call.q.new_empty(tokens + 1, query_heads, dim, dtype=dtype)
     lse = call.q.new_empty(tokens + 1, query_heads, dtype=torch.float32)
     for at, attend in batches(call, tiles) if tiles.row.numel() else ():
@@ -189,7 +189,8 @@ def windows(call: Call, tiles: tiling.Tiles) -> Iterator[tuple[Tensor, Callable[
     def attend(step: Step) -> State:
         begin = step.tiles.start - back
         before = begin.unsqueeze(1) + torch.arange(back + size, device="cpu") < 0
-        # Slots that no token of the tile sees may hold anything: their pages may be another row's.
+        # Slots that no token of the tile sees may hold any bits: their pages may belong to another
+        # row.
         present = (step.tiles.grid < call.q.shape[0]).float()
         unread = (present @ (~hidden).float() == 0) | before
         return step.span(begin, back + size, mask, unread, before if begin.min() < 0 else None)
@@ -231,7 +232,7 @@ def everything(call: Call, tiles: tiling.Tiles) -> Iterator[tuple[Tensor, Callab
             o[lines], lse[lines] = merged(o[lines], lse[lines], *part)
         return o, lse
 
-    # Tiles of like length stand together, so that a block of tiles has few idle steps.
+    # Sort by length: tiles of one block then have similar lengths and few idle steps.
     order = tiles.start.argsort(descending=True)
     for at in order.split(max(1, 2048 // size)):
         yield at, attend

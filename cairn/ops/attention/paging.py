@@ -24,7 +24,7 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
         taken = quantized.take(cache, pages)
         return taken.transpose(1, 2).reshape(count, heads, width * size, taken.shape[-1])
     if not cache.is_contiguous():
-        # What is taken lies in the order of the cache's strides.
+        # Indexing keeps the cache's stride order: make the copy contiguous.
         taken = cache[pages].transpose(1, 2).contiguous()
         return taken.view(count, heads, width * size, dim)
     lines = (pages * heads).unsqueeze(1)
@@ -45,7 +45,8 @@ def clear(values: Tensor, hidden: Tensor) -> None:
     if values.is_cuda:
         values.masked_fill_(hidden[:, None, :, None], 0)
         return
-    # Few lines are hidden; the CPU fills them one by one far faster than through a mask.
+    # Few lines are hidden: on a CPU, filling these by index is much faster than a masked fill of
+    # all.
     count, heads, length, dim = values.shape
     lines = hidden.unsqueeze(1).expand(count, heads, length).reshape(-1).nonzero()[:, 0]
     values.view(-1, dim).index_fill_(0, lines, 0)
@@ -80,7 +81,7 @@ def weigh(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns (o [N, G, d], lse [N, G, 1]) float32; where every score is -inf, o = 0 and lse = -inf.
     """
-    # The clamp makes exp(-inf - -inf) exp(-inf), and 0 / 0 nought.
+    # With the clamps, a row of -inf alone has weights exp(-inf) = 0 and an output of 0 / tiny = 0.
     limits = torch.finfo(torch.float32)
     top = scores.amax(dim=-1, keepdim=True).clamp_(min=limits.min)
     weights = scores.sub_(top).exp_()

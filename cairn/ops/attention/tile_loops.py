@@ -94,7 +94,7 @@ def largest(logits, size, top):
     """Of lanes `top` and all lines of logits [size, 16]."""
     a, b, c = top, load(logits, 0), load(logits, 16)
     d = load(logits, 32)
-    # Four at once: one does not wait for the next.
+    # Four independent sums: none waits for the one before.
     for n in range(0, size, 4):
         a = highest(load(logits, n * 16), a)
         b = highest(load(logits, n * 16 + 16), b)
@@ -218,7 +218,7 @@ def _add_page(logits, size, scale, values, shares, part, tops, masses, out, n):
     before = load(tops, n * 16)
     top = largest(logits, size, before)
     store(tops, n * 16, top)
-    # A column that has seen nothing yet stays at zero, one that sees nothing more as it is.
+    # `level` is 0 in columns that have seen no key yet: their weights stay 0 instead of NaN.
     level = choose(top, spread(LEAST), top, spread(np.float32(0)))
     total = exponents(logits, size, factor, level * spread(factor), shares)
     kept = exp2((before - level) * spread(factor))

@@ -108,7 +108,7 @@ def amx_takes(
     return (
         amx.AVAILABLE
         and q.shape[0] > 0
-        # The largest product is the largest logit.
+        # The loops take the maximum before scaling, which is right for positive scales only.
         and (scale is None or scale > 0)
         and q.dtype == k_cache.dtype == torch.bfloat16
         and size % 64 == 0

@@ -69,7 +69,7 @@ def _table(shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: in
     """(lines and columns, a line's stride, the three numbers of `Lines`) of the table that a view
     [pages, slots, heads, d] is, of numbers of `size` bytes; None: of none."""
     pages, slots, heads, width = shape
-    # Of a single one the stride says nothing.
+    # The stride of a dimension of size 1 is arbitrary.
     page, slot, head, one = (0 if n == 1 else s for n, s in zip(shape, strides, strict=True))
     slot = slot or width
     aside = head < slot
@@ -77,7 +77,7 @@ def _table(shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: in
         not all(shape)
         or slots < keys
         or one != 1
-        # Narrower ones are padded where products meet them.
+        # Products pad heads narrower than 16, which a TMA block cannot be.
         or width < 16
         or width != gpu.next_power_of_2(width)
         or page % slot

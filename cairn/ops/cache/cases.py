@@ -25,7 +25,8 @@ def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> A
     tables = make.randint(0, 99, 2 * num_rows + 1, max_pages, dtype=torch.int32)
     last_token = make.randint(0, 500, num_rows + 1)
     last_token[row[0]] = -1
-    # Some cells are granted, among them those that the rows look at; the others are nobody's.
+    # Some table cells are written, among them those that the rows read; the others point at the
+    # spare cell.
     cells = make.randint(0, 1, most) + tables.numel() - 1
     pages = make.randint(0, 1, most, dtype=torch.int32)
     own = row[:some] * max_pages + (first[:some] + first[:some] // (size - 1)) // size

@@ -78,7 +78,7 @@ def decode_slots(
     locations = [page * page_size + place for page in held]
     if not windowed:
         locations.append(torch.full_like(row, window_spare))
-    # What is for nobody goes to a column behind the last.
+    # One column more than there are tokens: padding is scattered there.
     out = row.new_zeros(LINES, most + 1)
     for line, padding in ((3, -1), (4, spare), (6, -1), (7, window_spare)):
         out[line] = padding

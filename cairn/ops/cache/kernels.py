@@ -54,7 +54,7 @@ def write_kv_kernel(
     d = tl.arange(0, DP)
     inside = (head < HEADS)[:, None] & (d < DIM)[None, :]
     read = head[:, None] * DIM + d[None, :]
-    # Only what is written waits for the place.
+    # Loads are issued before the location is known; only the stores depend on it.
     key = tl.load(k + token * k_stride + read, mask=inside, other=0.0)
     value = tl.load(v + token * v_stride + read, mask=inside, other=0.0)
     at = tl.load(location + token)
@@ -112,7 +112,7 @@ def decode_slots_kernel(
     inside = i < most
     cell = tl.load(cells_ptr + i, mask=inside, other=0)
     tl.store(tables_ptr + cell, tl.load(pages_ptr + i, mask=inside, other=0), mask=inside)
-    # What all threads stored, all can load.
+    # Make the table cells stored above visible to all threads of the program.
     tl.debug_barrier()
     row = tl.load(row_ptr + i, mask=inside, other=0)
     live = inside & (row < num_rows)

@@ -69,7 +69,7 @@ def resolve_frames(
         own = pages[:, head].flatten()
         selected = own >= 0
         wanted, place = own[selected].unique(return_inverse=True)
-        # Distinct pages in the order in which they come first.
+        # Distinct pages in order of first appearance.
         first = torch.full_like(wanted, own.numel()).scatter_reduce(
             0, place, torch.arange(place.numel(), device=own.device), "amin"
         )

@@ -72,7 +72,7 @@ def _(call: Call) -> None:
         kept = (location >= 0).nonzero()[:, 0]
         k, v, location = k[kept], v[kept], location[kept]
     page = location // page_size
-    # Line of head 0: every further head lies page_size lines behind.
+    # Line of head 0; each further head lies page_size lines after it.
     line = page * ((heads - 1) * page_size) + location
     heads_behind = torch.arange(0, heads * page_size, page_size, device=line.device)
     lines = (line.unsqueeze(1) + heads_behind).flatten()

@@ -75,8 +75,8 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
         return functools.partial(jit, threads=threads)
     if not AVAILABLE:
         return function
-    # As numpy does: a division by zero gives an infinity or NaN. Wrappers for callers in Python and
-    # in C take as long to compile as a small function.
+    # error_model numpy: division by zero gives an infinity or NaN. Wrappers for callers in Python
+    # and C are left out where possible: each takes as long to compile as a small function.
     options: dict[str, Any] = {
         "fastmath": set(FAST),
         "error_model": "numpy",
@@ -85,10 +85,11 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
     if not threads:
         return _module.njit(function, **options, no_cpython_wrapper=True)
     compiled = _module.njit(function, **options, nogil=True, parallel=PARALLEL)
-    # Where no folder may be written, each process compiles.
+    # Without a writable cache folder, each process compiles for itself.
     with contextlib.suppress(RuntimeError, AttributeError):
         compiled.enable_caching()
-        # What is kept is of this function's file by Numba's reckoning, but loops call others.
+        # Numba invalidates its cache by this file's time stamp alone; the loop also calls functions
+        # of other files, so stamp it with all sources.
         compiled._cache._cache_file._source_stamp = _sources()
     return compiled
 
@@ -204,7 +205,7 @@ _power_of_2: Any = _intrinsic and _intrinsic(_build_power_of_2)
 """2 ** n as float32, of an int32 n from -126 to 127."""
 
 _LOG2_E = np.float32(1.4426950408889634)
-# ln 2 in two parts, the first with zeros at its end: n times it is exact.
+# ln 2 as a sum of two: the first has trailing zeros, so that n times it is exact.
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LEAST = np.float32(-87.0)
 

@@ -238,7 +238,7 @@ def _build_halves(context: Any, a: Any, b: Any) -> Any:
 
 
 def _build_above_floor(context: Any, x: Any) -> Any:
-    # Towards the lower whole number, no exception.
+    # Rounding mode: floor, exceptions suppressed.
     downwards = _ir.Constant(_WORD, 9)
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:

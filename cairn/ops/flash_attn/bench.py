@@ -19,7 +19,7 @@ def _(draw: Draw) -> Points:
         batch = min(rows, SEQUENCES)
         new = rows // batch
         k, v = (draw.randn(batch, new, heads, dim) for _ in range(2))
-        # A page is full already.
+        # One page of each sequence is full already.
         pages = batch * (1 + -(-new // size))
         caches = [draw.randn(pages, size, heads, dim) for _ in range(2)]
         table = draw.rand(pages).argsort().view(batch, -1).int()

@@ -52,7 +52,7 @@ class Call:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        # What other looks ask for their sizes.
+        # First the tensors whose sizes the other checks use.
         expect(self.name, "q", self.q)
         expect(self.name, self.names[0], self.k)
         if self.cu_seqlens_q is not None:
@@ -191,7 +191,7 @@ class Call:
         longest = q.shape[-3]
         if max_seqlen_q is not None and self.cu_seqlens_q is not None:
             longest = min(longest, max(0, max_seqlen_q))
-        # One scale of all sequences and heads comes expanded.
+        # A single scale arrives as an expanded tensor with strides of 0.
         of_q, of_k, of_v = (
             x if x is None else x.contiguous()
             for x in (self.q_descale, self.k_descale, self.v_descale)

@@ -97,7 +97,7 @@ def flash_attention(
                 scores = softcap * torch.tanh(scores / softcap)
             place = torch.arange(lines.start, lines.stop, device=q.device) - at + len(key) - many
             hidden = _hidden(place, len(key), left, right, chunk)
-            # What nobody sees may hold anything.
+            # Values that no query sees may hold NaN, which a weight of 0 would not remove.
             seen = value.masked_fill(hidden.all(0).view(-1, 1, 1), 0)
             part, log = weigh(scores.masked_fill_(hidden, -torch.inf), seen, sinks)
             sink[lines] = (part * factors[2]).transpose(0, 1).to(o.dtype)

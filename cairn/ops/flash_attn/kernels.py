@@ -156,7 +156,7 @@ def attend_keys(
             logits = tl.dot(extra, tl.trans(value), logits, input_precision=PRECISION)
         logits = logits * factor
         if CAPPED:
-            # tanh, of which only exp2 is at hand.
+            # tanh by exp2, the one exponential that Triton maps to hardware.
             bent = 1.0 - 2.0 / (tl.exp2(logits * (2.8853900817779268 / cap)) + 1.0)
             logits = bent * (cap * 1.4426950408889634)
         if EDGE:
@@ -203,7 +203,8 @@ def attend_blocks(
     if others is not None:
         other_acc = acc
     if query.shape[0] == 16:
-        # Few lines: masks cost little, and one loop keeps its loads in flight from end to end.
+        # With 16 rows masks cost little; a single masked loop keeps its pipeline full from the
+        # first block to the last.
         after = begin
     else:
         best, total, acc = attend_keys(
@@ -239,7 +240,7 @@ def store_part(
     o, part_lse, part, acc, total, logs, alive, WIDE: tl.constexpr, VP: tl.constexpr
 ):  # fmt: skip
     """Write the states of one split [M], at `part` [M]."""
-    # NaN is seen too.
+    # A NaN total counts as seen: NaN != 0.
     seen = total != 0
     result = acc / tl.where(seen, total, 1.0)[:, None]
     store_rows(o + part * WIDE, result, alive, WIDE, VP)
@@ -291,7 +292,7 @@ def flash_kernel(
     group: tl.constexpr = HEADS // KV_HEADS
     parts: tl.constexpr = (group + HP - 1) // HP
     row, split = (tl.program_id(0) % batch).to(tl.int64), tl.program_id(2)
-    # Late tiles see the most keys: they start first.
+    # Tiles at the end of a sequence attend to the most keys, so they are launched first.
     tile = tiles - 1 - tl.program_id(0) // batch
     kv = (tl.program_id(1) // parts * JOINT).to(tl.int64)
     ahead, count, used, own = queries_of(row, even, cu_q, used_q)
@@ -441,7 +442,7 @@ def append_kernel(
     h = (part % PARTS * HP + tl.arange(0, HP)).to(tl.int64)
     if part < PARTS:
         key = load_rows(k + own * k_row + token * k_token + h * k_head, h < HEADS, DIM, DP)
-        # What is copied is asked for before its place: that takes two looks, one after the other.
+        # The barrier keeps the loads of keys ahead of the two dependent loads that find their slot.
         tl.debug_barrier()
         page, slot = end_of(seqlens, page_table, batch_idx, row, place, table_stride, SIZE)
         to = k_cache + page * to_page + slot * to_slot + h * to_head

@@ -262,7 +262,7 @@ def _paired(task: Task, tiles: Tiles) -> tuple[Tiles, Lines, Lines]:
     if keys.blocks is None:
         return tiles, NO_LINES, NO_LINES
     if width <= TUNING.narrow:
-        # Several programs beside each other hide what one waits for.
+        # Small tiles: several programs per multiprocessor hide each other's latency.
         tiles = replace(
             tiles,
             tokens=max(1, TUNING.paired // tiles.heads),

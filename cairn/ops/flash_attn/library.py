@@ -35,7 +35,7 @@ def attend_sequence(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
     o = torch.zeros_like(q)
     lse = torch.full((heads, many), torch.inf, dtype=torch.float32, device=q.device)
     first, last = _seen(many, len(k), task)
-    # Only queries in front see nothing.
+    # Queries without any key are the first ones; skip them.
     for at in range(int((last < first).sum()), many, TUNING.library_queries):
         lines = slice(at, min(many, at + TUNING.library_queries))
         keys = slice(int(first[lines.start]), int(last[lines.stop - 1]) + 1)

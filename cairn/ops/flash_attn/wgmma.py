@@ -166,7 +166,7 @@ def attend(
     value = cached_values.index(stage)
     hopper.mbarrier.wait(full.index(2 * stage + 1), (blocks - 1) // STAGES & 1)
     if blocks * KEYS > length:
-        # Both groups write the same.
+        # Both warp groups write the same zeros.
         clear(value, length - (blocks - 1) * KEYS)
         hopper.fence_async_shared()
         gl.thread_barrier()
@@ -239,7 +239,7 @@ def flash_groups_kernel(
     SECOND: gl.constexpr = 1
     PARTS: gl.constexpr = (GROUP + HP - 1) // HP
     row = (gl.program_id(0) % batch).to(gl.int64)
-    # Late tiles see the most keys: they start first.
+    # Tiles at the end of a sequence attend to the most keys, so they are launched first.
     first = (tiles - 1 - gl.program_id(0) // batch) * TOKENS
     kv = gl.program_id(1) // PARTS
     part = gl.program_id(1) % PARTS
@@ -278,7 +278,7 @@ def flash_groups_kernel(
     line = row * 0 + ahead
     asked = (q + own * q_batch + line * q_token + head * q_head, q_token, q_head)
     given = (o + own * o_batch + line * o_token + head * o_head, o_token, o_head)
-    # Nor is it read in place of sinks.
+    # Placeholder for `sinks` too, where there are none.
     logs = lse + own * lse_batch + line * lse_token + head * lse_head
     logged = (logs, lse_token, lse_head, lse)
     if SINKS:

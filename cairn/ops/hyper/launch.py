@@ -43,7 +43,7 @@ def gather(
         return x, post, mix
     padded, blocks = max(16, gpu.next_power_of_2(rows + 1)), -(-tokens // TOKENS)
     wanted = max(1, min(-(-PROGRAMS // blocks), SPLITS, -(-width // COLUMNS)))
-    # A power of two: few kernels are compiled.
+    # Rounded to a power of two, so that few variants are compiled.
     span = COLUMNS * gpu.next_power_of_2(-(-width // (wanted * COLUMNS)))
     splits = -(-width // span)
     part = gpu.empty((splits, tokens, padded), torch.float32, device)

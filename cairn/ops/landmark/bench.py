@@ -98,7 +98,7 @@ def _(draw: Draw) -> Points:
                 ),
                 job.selected_bytes + moved(job.q, job.q, indices, weights),
                 job.attend_flops(job.q.shape[0] * layer.topk * (layer.page_size - 1)),
-                # For many tokens it takes seconds.
+                # The definition takes seconds for many tokens.
                 (definition,) if job.step.tokens == 1 else (),
             )
 

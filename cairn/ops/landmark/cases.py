@@ -83,7 +83,7 @@ def _(make: Make) -> Cases:
         row, slot, _ = paged.queries(counts)
         pages = paged.k_cache.shape[0]
         q = make.randn(row.numel(), heads, 16, dtype=dtype)
-        # Whole numbers: scores that rounding cannot bring into another order.
+        # Integers: rounding cannot change the order of their scores.
         z = make.randint(-3, 4, row.numel(), heads, 16).to(dtype)
         key = make.randint(-2, 3, pages, heads, 16).to(dtype)
         bias = make.randint(0, 5, pages, heads).float() / 4
@@ -107,7 +107,7 @@ def _(make: Make) -> Cases:
         yield make.args(q[:0], z[:0], *caches, key, bias, *none, True)
         bytes_of = paged.quantized()
         yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, bias, *where, True)
-        # Rows so short that they select all that is left of their windows.
+        # Rows so short that they select every page before their windows.
         short = make.paged((6 * size, 9, 3 * size + 1), groups, size, 16, dtype=dtype)
         row, slot, _ = short.queries((size + 2, 9, 1))
         given = (q[: len(row)], z[: len(row)], short.k_cache, short.v_cache)
@@ -118,7 +118,7 @@ def _(make: Make) -> Cases:
         yield make.args(*given, few[0], None, *where, True, scale=0.5, strategy="head")
         yield make.args(*given, *few, *where, True, chunked=True, store_summaries=True)
     if make.device != "cpu":
-        # As many tiles as fill a GPU.
+        # Enough tiles to fill a GPU.
         paged = make.paged((3_000, 900), 2, 64, 64, dtype=torch.bfloat16)
         row, slot, _ = paged.queries((800, 200))
         q, z = (make.randint(-2, 3, 1_000, 16, 64).to(torch.bfloat16) for _ in range(2))
@@ -237,11 +237,11 @@ def _(make: Make) -> Cases:
         landmark = paged.k_cache[:, :, -1]
         for strategy in STRATEGIES:
             yield make.args(z, landmark, None, lse, *where, strategy=strategy)
-        # All scores equal: whole numbers, whose sums no order of addition can round apart.
+        # All scores are equal: integers, whose sums are exact in any order of addition.
         equal, whole = torch.ones_like(key), make.randint(-3, 4, *z.shape).to(dtype)
         yield make.args(whole, equal, None, lse, *where, num_kv_heads=groups)
-        # Long rows in which pages recur: ties again, and more candidates than a few blocks hold,
-        # then than blocks of few hold.
+        # Long rows with repeated pages: ties again, with more candidates than one block holds, then
+        # more than the list of blocks holds.
         fourths = make.randint(-8, 9, pages, heads, 16).to(dtype) / 4
         for width, topk in ((700, 3), (700, 20), (4200, 20)):
             table = make.randint(0, pages - 2, 2, width, dtype=torch.int32)
@@ -250,7 +250,7 @@ def _(make: Make) -> Cases:
             yield make.args(whole[:7], fourths, None, lse[:7], *far, num_kv_heads=groups)
         one = (row[-3:-2], slot[-3:-2], *where[2:])
         yield make.args(z[-3:-2], key, bias, lse[-3:-2], *one, 0.3, num_kv_heads=groups)
-        # Numbers a head, and heads a key, that tiles of a CPU take.
+        # Head widths and group sizes that the CPU's tile loops take.
         wide, near = (make.randn(*x.shape[:2], 32, dtype=dtype) for x in (z, key))
         yield make.args(wide, near, bias, lse, *where, num_kv_heads=groups)
         yield make.args(wide, near[:, :groups], None, lse, *where)

@@ -130,7 +130,8 @@ def _accepts(call: Call) -> bool:
         and select_launch.accepts(
             call.lmk_q, call.summary_key, call.page_table, call.near_k.shape[1], call.topk
         )
-        # The same launch stores summaries: no token may have one of their pages as a candidate.
+        # The same launch stores summaries, so no token of the step may select a page that the step
+        # completes.
         and not (call.store_summaries and call.q.shape[0] > call.window)
     )
 

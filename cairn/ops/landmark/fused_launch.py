@@ -99,8 +99,8 @@ def _plan(
     splits = launch.splits_of(
         task, TUNING.fused_window_programs if whole else ATTENTION_TUNING.programs
     )
-    # With PDL summaries are read before the previous kernel is done, so no token may have a
-    # page that this step completes as a candidate.
+    # With PDL, summaries are read before the previous kernel has ended, so no token may select a
+    # page that this step completes.
     pdl = tokens <= min(TUNING.fused_early_tokens, task.window) and gpu.supports_pdl(task.q.device)
     chunks = -(-job.pages // chunk)
     stores = 0 if not store else 1 if whole else job.heads // job.groups
@@ -166,7 +166,7 @@ def attend(
         task.q.shape[2] ** -0.5 if task.scale is None else task.scale,
     )
     plan = _plan(task, job, pages, store, in_frames)
-    # Rows are padded to 32 numbers, so that loads and stores are vectorised.
+    # Rows are padded to multiples of 32, so that loads and stores are vectorised.
     u = job.empty(tokens, heads, -(-job.pages // 32) * 32)
     tops, sums = (job.empty(tokens, plan.programs, heads) for _ in range(2))
     shape = (tokens, job.groups, plan.chunks, job.topk)
@@ -178,20 +178,21 @@ def attend(
     if plan.whole:
         _whole(job, plan, pages, memory, arguments, softmax1)
         return out, indices, scores, lse
-    # The window's splits; every candidate's score, and the normalisers' parts.
+    # Attends to the window in splits; scores every candidate; partial sums of the normalisers.
     scan_kernel[(plan.scans, job.groups, tokens)](
         **gpu.taken(scan_kernel, arguments),
         num_warps=4,
         num_stages=TUNING.fused_stages,
         **pdl_option(plan.pdl),
     )
-    # The best pages of every chunk, and lse.
+    # Selects the best pages of each chunk and computes lse.
     pick_kernel[(plan.chunks, job.groups, tokens)](
         **gpu.taken(pick_kernel, arguments),
         num_warps=min(8, max(4, plan.chunk * job.group // TUNING.fused_warp_numbers)),
         **pdl_option(plan.pdl),
     )
-    # The selected pages' states behind the window's, and the results' pages and scores.
+    # Attends to the selected pages, appending their states to the window's, and stores the selected
+    # pages and their scores.
     read_kernel[(plan.reads, job.groups, tokens)](
         **gpu.taken(
             read_kernel,
@@ -291,7 +292,8 @@ def _whole(
     """All of a step, and its merge."""
     lines = memory.out.shape[0] * job.groups
     round_size = plan.scans + plan.chunks + plan.reads
-    # How many rounds after a line's scan its pick comes, and as many later its reading.
+    # Lag in rounds between the scan of a line and its selection, and again between that and reading
+    # its pages.
     abreast = TUNING.fused_abreast * gpu.processors(memory.out.device)
     lag = 0 if lines * round_size <= abreast else -(-abreast // round_size)
     step_kernel[((lines + 2 * lag) * round_size,)](

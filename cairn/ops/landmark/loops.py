@@ -220,7 +220,7 @@ def choose_pages(u, lse, limits, tokens, normalised, indices, scores):
             else:
                 best = _lowest(limit)
                 for head in range(g * group, (g + 1) * group):
-                    # One index for each but the last dim: a line side by side, to the compiler.
+                    # Index all but the last dimension, so that the compiler sees a contiguous line.
                     line = u[unit, head, place][:limit]
                     _better(line, lse[token, head], normalised, best)
                 chosen = _keep(best, indices.shape[2])

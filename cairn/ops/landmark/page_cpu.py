@@ -93,10 +93,10 @@ def _run_span(
     k, v = (paging.gather_pages(cache, physical)[0] for cache in (k_cache, v_cache))
     v.unflatten(1, (width, size))[:, :, -1] = 0
     keys = k.float().mul_(dim**-0.5 if scale is None else scale).transpose(1, 2)
-    # One column more than pages takes the weights of empty places.
+    # One extra column takes the weights of empty places.
     place = torch.where(indices < 0, width, torch.searchsorted(pages, indices.long())).unsqueeze(2)
-    # Scores and their softmax fill the budget; few different shapes, for each has a product made
-    # for it.
+    # Block size by the memory of scores and their softmax. Few different shapes, because the
+    # library builds a product kernel for each.
     step = paging.tokens_per_block(8 * out.shape[1] * width * size, q.shape[0])
     step = 1 << step.bit_length() - 1
     for begin in range(0, q.shape[0], step):

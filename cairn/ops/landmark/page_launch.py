@@ -153,7 +153,8 @@ def attend_sorted(job: Pages) -> Tensor:
         return out.zero_()
     per_token = heads * topk * dim * job.q.element_size()
     rounds = max(1, round(tokens * per_token / TUNING.page_parts_bytes))
-    # A multiple of 16: slices are then aligned like the whole, and no kernel is compiled again.
+    # A multiple of 16 keeps slices aligned like the whole tensor, so that no kernel is compiled
+    # again.
     step = max(16, -(-tokens // rounds // 16) * 16)
     for begin in range(0, tokens, step):
         at = slice(begin, begin + step)

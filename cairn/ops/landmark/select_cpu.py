@@ -42,7 +42,7 @@ def tiles(row: Tensor, candidates: Tensor) -> list[tuple[Tensor, int]]:
         place = torch.arange(width, device=row.device)
         position = (first[members, None] + place).clamp(max=order.numel() - 1)
         tokens = torch.where(place < filled[members, None], alive[order[position]], total)
-        # A few tiles with many pages, or many with few: the same number of summaries a batch.
+        # Tiles per batch by pages per tile: about the same number of summaries in each batch.
         step = max(1, 2048 // int(pages[members].max()))
         for part, some in zip(tokens.split(step), members.split(step), strict=True):
             batches.append((part, int(pages[some].max())))
@@ -77,7 +77,7 @@ class Scorer:
         self._tiled = _by_tiles(task, lmk_q, summaries)
         if self._tiled:
             units, pages, heads, dim = summaries.shape
-            # Columns of sixteen queries meet 64 keys at once.
+            # The products take blocks of sixteen queries and 64 keys.
             keys = summaries.new_zeros(units, heads, -(-pages // 64) * 64, dim)
             keys[:, :, :pages] = summaries.transpose(1, 2)
             self._keys, self._columns = keys, pages

@@ -151,7 +151,7 @@ def accepts(lmk_q: Tensor, summary_key: Tensor, page_table: Tensor, groups: int,
         lmk_q.is_contiguous()
         and lmk_q.dtype == summary_key.dtype
         and summary_key.stride(2) == 1
-        # A head's keys of all pages, then the next one's: kernels count so far in 32 bits.
+        # Kernels compute offsets within one page's keys of all heads in 32 bits.
         and summary_key.stride(1) * summary_key.shape[1] < 1 << 31
         and heads % summary_key.shape[1] == 0
         and 16 <= dim <= 256
@@ -173,7 +173,8 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     scores = job.empty(tokens, job.heads, job.topk)
     lines = job.heads if few else job.groups
     rounds = -(-tokens * 4 * lines * job.pages // TUNING.select_workspace_bytes)
-    # A multiple of 16: slices are then aligned like the whole, and no kernel is compiled again.
+    # A multiple of 16 keeps slices aligned like the whole tensor, so that no kernel is compiled
+    # again.
     step = min(MOST_TOKENS, max(16, -(-tokens // max(1, rounds) // 16) * 16))
     for begin in range(0, tokens, step):
         at = slice(begin, begin + step)
@@ -210,7 +211,7 @@ def _choosing(job: Selection) -> dict[str, int]:
 def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
     tokens, heads, _ = job.lmk_q.shape
     total = _normalisers(job) if job.normalised else job.lse
-    # Rows are padded to 32 numbers: stores to other rows would not be vectorised.
+    # Rows are padded to multiples of 32: stores to unaligned rows would not be vectorised.
     line = -(-job.pages // 32) * 32
     blocks = -(-line // job.block // 16) * 16
     best, tops = job.empty(tokens, job.groups, line), job.empty(tokens, job.groups, blocks)

@@ -124,7 +124,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     indices, scores = task.empty(call.slot.numel(), call.topk, call.slot.device)
     for tokens, pages in select_cpu.tiles(call.row, candidates):
         safe = tokens.clamp(max=call.slot.numel() - 1)
-        # Those after the candidates make a round number for the matrix product.
+        # Pad the columns to a multiple of 16 for the matrix product.
         columns = -(-pages // 16) * 16
         physical = call.page_table[call.row[safe[:, 0]], :columns]
         bias = None if call.summary_bias is None else select_cpu.gather(call.summary_bias, physical)

@@ -63,7 +63,8 @@ class Task:
         count, pages, heads, dim = summaries.shape
         if heads > self.key_heads:
             summaries = summaries.float().unflatten(2, (self.key_heads, -1)).sum(dim=3)
-        # Of one, nothing but its numbers has to change; of several, both in one pass.
+        # One tensor only changes dtype and keeps its layout; several are converted and made
+        # contiguous in one pass.
         order = torch.preserve_format if count == 1 else torch.contiguous_format
         keys = summaries.transpose(1, 2).to(torch.float32, memory_format=order)
         return keys.reshape(count * self.key_heads, pages, dim)

@@ -96,19 +96,19 @@ def _attend_block(
     first_head, half = head * group, dim // 2
     lowest, stops, asked = _by_page(row, page_table, indices, head, begin, end)
 
-    # Every token's queries as columns, once for all its pages.
+    # Transpose each token's queries once for all of its pages.
     queries = np.empty((end - begin, half, group), np.float32)
     for token in range(begin, end):
         take_columns(q, token, first_head, group, queries[token - begin], 0)
     given = _by_place(weights, begin, end, first_head, group)
-    # Eight heads of two numbers side by side: lines of a token.
+    # A line holds pairs of dimensions of eight heads.
     lines = (group + 7) // 8 * half
     sums = scratch((end - begin) * lines)
     sums[:] = 0
 
     values = scratch(dim * size // 32).view(np.uint16).reshape(dim, size)
     columns, shares = scratch(half), scratch(size // 2)
-    # Sixteen lanes from a place inside of a line reach into the next, or the one before.
+    # One element more: a load of sixteen lanes from inside a line reaches past its end.
     product, weight = scratch(max(size, dim) + 1), scratch(3)
     columns[:], product[:], weight[:] = 0, 0, 0
     per, stop = 16 // group, 0

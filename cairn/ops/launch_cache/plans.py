@@ -29,10 +29,10 @@ class Plans:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
-        # Shapes of calls that could not be recorded: their other arguments are not inspected again.
+        # Shapes of calls that could not be recorded; calls of these shapes are not tried again.
         self._unrecordable: set[tuple[Any, ...]] = set()
-        # Signatures seen once, and whether the last plan was ever replayed: if every call has
-        # another number of tokens, recording is a waste.
+        # Signatures seen once, and whether the last plan was ever replayed: where every call has a
+        # new number of tokens, recording does not pay.
         self._seen: set[tuple[Any, ...]] = set()
         self._useful = True
 

@@ -188,8 +188,7 @@ class Recording:
         self._views: dict[tuple[int, int], int] = {}
         self._pieces: list[_Piece] = []
         self._made: dict[int, int] = {}
-        # While there is a weak reference no other storage is known by the same number; the memory
-        # itself may be freed.
+        # A weak reference keeps the storage's id from being reused; the memory itself may be freed.
         self._storages: list[StorageWeakRef] = []
         self._steps: list[_Step] = []
         self._spoiled = False

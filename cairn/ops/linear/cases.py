@@ -32,7 +32,7 @@ def _(make: Make) -> Cases:
             yield make.args(x, weight, make.randn(width, dtype=dtype), 1e-5)
     yield make.args(make.randn(0, 64), make.randn(18, 64))
     if make.device != "cpu":
-        # So large that a GPU streams it.
+        # A weight large enough for the streaming kernel on a GPU.
         weight = make.randn(2 * 3100, 1400, dtype=torch.bfloat16, scale=0.03)
         yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
 
@@ -46,7 +46,7 @@ def _(make: Make) -> Cases:
             x, bias = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
             yield make.args(x, weight, bias)
             yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
-    # A head of very many numbers, for more tokens than one tile.
+    # A wide vocabulary head, for more tokens than one tile.
     numbers = TUNING.skinny_many_rows + 5
     for rows, dtype in ((17, torch.float32), (40, torch.bfloat16)):
         weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
@@ -68,7 +68,7 @@ def _(make: Make) -> Cases:
     yield make.args(wide[:, 0], make.randn(7, 64))
     yield make.args(make.randn(0, 64), make.randn(7, 64))
     if make.device != "cpu":
-        # So large that a GPU streams it.
+        # A weight large enough for the streaming kernel on a GPU.
         weight = make.randn(6200, 1400, dtype=torch.bfloat16, scale=0.03)
         yield make.args(make.randn(19, 1400, dtype=torch.bfloat16), weight)
 
@@ -85,7 +85,7 @@ def _(make: Make) -> Cases:
     yield make.args(make.randn(3, 128)[:, :64], make.randn(3, 20)[:, 3:12], make.randn(9, 64))
     yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64))
     if make.device != "cpu":
-        # So large that a GPU streams it.
+        # A weight large enough for the streaming kernel on a GPU.
         weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
         x, residual = (make.randn(19, n, dtype=torch.bfloat16) for n in (8400, 1000))
         yield make.args(x, residual, weight)
@@ -94,7 +94,8 @@ def _(make: Make) -> Cases:
 @linear_add_rmsnorm.cases
 def _(make: Make) -> Cases:
     few = ((2, 48, 33), (3, 2048, 13), (17, 128, 64), (130, 64, 64))
-    # Sums of more numbers differ by more than float32 is compared with, in another order.
+    # Reductions are kept short: longer ones in another order would differ by more than the
+    # tolerance of float32.
     more = ((16, 4096, 40), (40, 512, 192), (64, 4096, 64), (100, 512, 128))
     for dtype, sizes in ((torch.float32, few), (torch.bfloat16, few + more)):
         for rows, width, numbers in sizes:
@@ -109,7 +110,7 @@ def _(make: Make) -> Cases:
     yield make.args(*wide, make.randn(64, 64, scale=0.1), make.randn(64))
     yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64), make.randn(9))
     if make.device != "cpu":
-        # So large that a GPU streams it.
+        # A weight large enough for the streaming kernel on a GPU.
         weight = make.randn(1000, 8400, dtype=torch.bfloat16, scale=0.01)
         shapes = (19, 8400), (19, 1000), (1000,)
         x, residual, norm = (make.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
@@ -147,7 +148,7 @@ def _(make: Make) -> Cases:
         weight, scale = _blocks(make, numbers, width)
         x, own = blocks.quantized(make.randn(rows, width))
         yield make.args(x, weight.t(), own, scale.t(), dtype)
-        # Scales of neighbouring rows side by side.
+        # Scales stored column-major: those of neighbouring rows are adjacent.
         yield make.args(x, weight.t(), own.t().contiguous().t(), scale.t(), dtype)
     yield make.args(x[:0], weight.t(), own[:0], scale.t(), torch.bfloat16)
 

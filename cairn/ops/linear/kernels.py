@@ -162,7 +162,8 @@ def tile_kernel(
         at = out + beside(token, WIDE) * out_stride + beside(row, TALL)
         before = tl.load(at).to(tl.float32)
     if PDL:
-        # Else the first of the weight are put into shared memory before the last are asked for.
+        # Without this barrier, the compiler stores the first weight tiles to shared memory before
+        # it issues the last loads.
         tl.debug_barrier()
         rows, value = held(rows), held(value)
         if GATED:
@@ -260,7 +261,7 @@ def sum_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     if norm is not None:
-        # Before the wait: it is a weight.
+        # Load before the PDL wait: a weight does not depend on the previous kernel.
         factor = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     await_previous(PDL)
     residual_at = residual + token * residual_stride + column

@@ -115,12 +115,13 @@ def _(call: Call) -> Tensor:
     """The norm, rounded; then the library's product, rounded where the result is not float32."""
     x = normed_by_op(call)
     if call.dtype == torch.float32 and x.dtype != call.dtype and call.bias is None and x.is_cuda:
-        # Rounded on the way, logits would be equal that are not.
+        # A float32 result is not rounded to half precision in between: distinct logits would become
+        # equal.
         wide = torch.mm(x.reshape(-1, x.shape[-1]), call.weight.t(), out_dtype=call.dtype)
         return wide.view(*x.shape[:-1], call.weight.shape[0])
     weight, bias = call.weight, call.bias
     if call.dtype == torch.float32 and weight.numel() <= FEW_NUMBERS and not x.is_cuda:
-        # The library's products round to the dtype of what they multiply.
+        # The library's products round to the dtype of their operands.
         x, weight = x.float(), weight.float()
         bias = None if bias is None else bias.float()
     product = torch.nn.functional.linear(x, weight, bias)

@@ -49,7 +49,7 @@ def scaled_mm_kernel(
         if INTEGER:
             total = tl.dot(x, w, total, out_dtype=tl.int32)
         else:
-            # Tensor cores keep fewer bits than float32 of what they add up.
+            # Accumulate outside the tensor core, whose fp8 accumulator has fewer bits than float32.
             total += tl.dot(x, w)
     if TURNED:
         total = total.T

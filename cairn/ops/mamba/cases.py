@@ -58,7 +58,7 @@ def _(make: Make) -> Cases:
         weight, bias = make.randn(6, 4, dtype=dtype), make.randn(6, dtype=dtype)
         states = make.randn(5, 6, 3, dtype=dtype)
         states[3] = torch.nan
-        # A long one, a fresh one in a slot of NaN, an empty one, shorter ones, one to skip.
+        # Sequences: long, fresh in a slot of NaN, empty, short, and one to skip.
         starts, slot = words(0, 9, 14, 14, 15, 17, 20), words(1, 3, 0, 4, 2, -1)
         used = flags(True, False, True, True, True, True)
         x = make.randn(6, 22, dtype=dtype)
@@ -97,7 +97,7 @@ def _(make: Make) -> Cases:
               dtype: torch.dtype = torch.float32) -> list[Tensor]:  # fmt: skip
         q, k = (make.randn(batch, tokens, heads[0], dims[0], dtype=dtype) for _ in range(2))
         v = make.randn(batch, tokens, heads[1], dims[1], dtype=dtype)
-        # Some heads hardly decay, some forget all at once.
+        # Decays from almost none to a full reset in one token.
         g = -make.rand(batch, tokens, heads[1]) * 10 ** make.randn(heads[1])
         return [q, k, v, g, make.rand(batch, tokens, heads[1], dtype=dtype)]
 
@@ -181,8 +181,8 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         weight, states = make.randn(6, 4, dtype=dtype), make.randn(6, 6, 3, dtype=dtype)
         states[3] = torch.nan
-        # A long one, a fresh one in a slot of NaN, one to leave where it was, an empty one, one of
-        # nobody, then padding.
+        # Sequences: long, fresh in a slot of NaN, one whose state stays in place, empty, one
+        # without a slot, then padding.
         starts, slot = words(0, 20, 25, 26, 26, 28), words(1, 3, 0, 4, -1)
         stored = words(1, 3, -1, 4, 5)
         has_initial_state = make.tensor([True, False, True, True, True], torch.bool)
@@ -208,8 +208,9 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         pool = make.randn(7, 4, 8, 12)
         pool[3] = torch.nan
-        # From within a chunk over two borders, a fresh one in a slot of NaN that ends behind a
-        # border, a token, one to leave where it was, one of nobody, an empty one; then padding.
+        # Sequences: from inside a chunk over two chunk borders; fresh in a slot of NaN, ending
+        # after a border; one token; one whose state stays in place; one without a slot; empty; then
+        # padding.
         starts = words(0, 90, 160, 161, 190, 215, 215)
         slot, stored = words(1, 3, 0, 5, -1, 2), words(1, 3, 0, -1, -1, 2)
         has_initial_state = make.tensor([True, False, True, True, True, True], torch.bool)

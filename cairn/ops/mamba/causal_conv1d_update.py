@@ -56,7 +56,7 @@ def causal_conv1d_update(
         window = torch.cat((before[..., size - reach :], x.to(before.dtype)), dim=-1)
         after = torch.cat((before, x.to(before.dtype)), dim=-1)[..., tokens:]
     else:
-        # Where input p - W + 1 + j lies, for the tokens before and the new ones.
+        # Column of input p - W + 1 + j: negative for inputs in the state, else of the new tokens.
         column = torch.arange(-reach, tokens, device=x.device)
         place = (cache_seqlens.long()[:, None] + column).remainder(max(1, size))
         place = place[:, None].expand(-1, x.shape[1], -1)

@@ -191,7 +191,7 @@ def chunk_gated_delta_rule(
     """
     q, k, v, g, beta = _tokens_first(head_first, q, k, v, g, beta)
     if initial_state is None:
-        # torch.compile takes no op of which the argument that it changes is not there.
+        # torch.compile does not support an op whose mutated argument is None.
         initial_state, initial_state_indices = _zeros(q, k, v, cu_seqlens), None
     o = gated_delta_rule(
         q,

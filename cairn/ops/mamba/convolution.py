@@ -58,7 +58,7 @@ def ragged(
     history = weight.shape[1] - 1 if states is None else states.shape[2]
     starts = starts.long()
     slot = torch.arange(count, device=x.device) if slot is None else slot
-    # Every sequence behind the inputs that its state holds.
+    # Each sequence is preceded by the inputs in its state.
     padded = x.new_zeros(x.shape[0], x.shape[1] + history * count)
     token = torch.arange(x.shape[1], device=x.device)
     sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)

@@ -283,7 +283,7 @@ def run_chunks(
     """The rule in chunks; see `kernels.chunks`. Outputs behind all sequences become 0."""
     tokens, heads, high = rule.v.shape
     width = rule.k.shape[2]
-    # Of every sequence the first chunk and the last one may be cut off.
+    # Each sequence may have an incomplete first and last chunk.
     most = -(-tokens // CHUNK) + min(of.count * (1 if of.first is None else 2), tokens)
     dtype, device = rule.v.dtype, out.device
     table, before = _chunk_table(of, most, device)

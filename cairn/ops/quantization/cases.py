@@ -26,7 +26,7 @@ def _(make: Make) -> Cases:
         x[3] = 0.0
         yield make.args(x)
         yield make.args(make.randn(2, 3, 63, dtype=dtype))
-    # Halves, which are rounded to even.
+    # Midpoints, which round to even.
     yield make.args((make.arange(255) - 127).float().repeat(2, 1) * make.tensor([[1.0], [0.5]]))
     yield make.args(make.randn(4, 128, dtype=torch.bfloat16)[:, :64])
     yield make.args(make.randn(0, 7))
@@ -41,7 +41,7 @@ def _(make: Make) -> Cases:
         yield make.args(make.randn(136, 80, dtype=dtype), scales, offsets, starts, 1)
     order = make.randint(0, 68, 136, dtype=torch.int32)
     yield make.args(make.randn(68, 16), scales, offsets, starts, 2, order)
-    # In any order, and rows of nobody behind those of the last.
+    # Experts in any order, and rows after the last expert's that belong to none.
     ends = make.tensor([0, 2, 2, 5], dtype=torch.int32)
     anywhere = make.tensor([256, 0, 128, 0], dtype=torch.int32)
     for index in (torch.int32, torch.int64):

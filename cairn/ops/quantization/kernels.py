@@ -216,7 +216,8 @@ def e2m1_words(number, factor, place):
     Over the magnitudes the codes lie on three lines, 2 x, x + 2 and x / 2 + 4, of which the lowest
     counts. A sum with 2 ** 23 is rounded to an integer, ties to even, which its last bits show.
     """
-    # Behind the magnitude, a product is rounded before it is added to something.
+    # The abs() keeps the compiler from fusing the product into the sum below: it must be rounded
+    # first.
     size = tl.abs(number * factor)
     low = tl.fma(size, 2.0, 8388608.0).to(tl.int32, bitcast=True)
     middle = (size + 8388610.0).to(tl.int32, bitcast=True)
@@ -236,7 +237,7 @@ def nvfp4_blocks(x, block, inside, width, global_scale, T: tl.constexpr, GATED: 
         x: the row; GATED: gates, and `width` behind each what it is of.
         global_scale: one float32.
     """
-    # A thread loads 16 bytes at once, and the whole of a block.
+    # A thread loads 16 bytes at once, which lie within one block.
     wide: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
     parts: tl.constexpr = 16 // wide
     lane = tl.arange(0, parts)[None, :, None] * wide + tl.arange(0, wide)[None, None, :]

@@ -36,7 +36,7 @@ def expect_input(name: str, argument: str, x: Tensor, dims: int | None, factor: 
 def codes(size: Tensor) -> Tensor:
     """Magnitudes as e2m1 codes: to the nearest, ties to the even code, at most 6; NaN is 6."""
     code = torch.where(size.isnan(), 7, 0)
-    # From one of these on, or above it, the next code is nearer; ties go to the even one.
+    # Midpoints between codes; ties go to the even code, so the comparison is > or >= in turn.
     for above, least in ((0.25, 0.75), (1.25, 1.75), (2.5, 3.5)):
         code = code + (size > above) + (size >= least)
     return code + (size > 5.0)
@@ -45,7 +45,7 @@ def codes(size: Tensor) -> Tensor:
 def values(code: Tensor) -> Tensor:
     """float32 of e2m1 codes 0 .. 15, integers."""
     size, exponent = code & 7, code >> 1 & 3
-    # From 1 on the lowest bit is the half of a power of two; below, it is 0.5 itself.
+    # Codes >= 1: the lowest bit adds half a power of two; below, it is the value 0.5.
     wide = (2 + (size & 1)) * torch.pow(2.0, exponent.float() - 2)
     found = torch.where(exponent == 0, 0.5 * size, wide)
     return torch.where(code & 8 > 0, -found, found)
@@ -86,7 +86,7 @@ def tiled(scales: Tensor) -> Tensor:
     behind = (0, columns - scales.shape[-1], 0, rows - scales.shape[-2])
     raw = torch.nn.functional.pad(scales.view(torch.uint8), behind)
     tiles = raw.unflatten(-1, (-1, TILE_COLUMNS)).unflatten(-3, (-1, 4, 32))
-    # From [.., tile row, 4, 32, tile column, 4].
+    # From the order [.., tile row, 4, 32, tile column, 4].
     order = tiles.transpose(-4, -2)
     laid: Tensor = order.reshape(*scales.shape[:-2], rows, columns).view(E4M3)
     return laid

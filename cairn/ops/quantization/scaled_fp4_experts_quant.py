@@ -48,7 +48,7 @@ def scaled_fp4_experts_quant(
     expert = expert.clamp(0, max(experts - 1, 0))
     codes, scales = nvfp4.quantize(x, input_global_scale[expert, None])
     height, _ = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, scales.shape[1])
-    # One row more takes what belongs to no expert.
+    # One extra row takes the scales of rows that belong to no expert.
     laid = torch.zeros(height + 1, scales.shape[1], dtype=torch.uint8, device=x.device)
     place = blockscale_offsets.long()[expert] + row - expert_offsets.long()[expert]
     place = torch.where(owned[:, 0], place, height).unsqueeze(1).expand_as(scales)

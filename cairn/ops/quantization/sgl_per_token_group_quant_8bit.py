@@ -67,7 +67,7 @@ def sgl_per_token_group_quant_8bit(
         exponent = e8m0.encode(scale)
         scale = e8m0.decode(exponent)
     if output_q.dtype == torch.int8:
-        # Conversion drops what is behind the point, and knows no NaN.
+        # Conversion to int8 truncates, and is undefined for NaN.
         number = divided(groups, scale.unsqueeze(-1)).clamp(low, high).nan_to_num(0.0)
     else:
         number = (groups * inverse(scale).unsqueeze(-1)).clamp(low, high)

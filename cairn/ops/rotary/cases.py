@@ -97,7 +97,7 @@ def _(make: Make) -> Cases:
             yield make.args(alone, None, plain[2], None, *there, 1e-5)
             yield make.args(own[:1], None, low[2], turn, *there)
             yield make.args(own[:1], None, low[2], turn, *there, whole=True)
-        # Heads that lanes of a CPU take.
+        # Head widths that the CPU's vector loops take.
         caches = [make.randn(4, 2, 8, 32, dtype=dtype) for _ in range(2)]
         wide, turn = make.randn(5, 12 * 32, dtype=dtype), make.randn(5, 32)
         weight = make.randn(10, 32, dtype=dtype)

@@ -251,7 +251,7 @@ def normed_heads(
     pair = tl.arange(0, HP)
     inside = (head < end)[:, None] & (pair < HALF)[None, :]
     of_z = head >= Q_HEADS + KV_HEADS
-    # With a sum, z begins as q's projection.
+    # With `ADDED`, z starts as q's projection.
     source = tl.where(of_z, head - Q_HEADS - KV_HEADS, head) if ADDED else head
     at = projected + token * row_stride + source[:, None] * (2 * HALF) + pair[None, :]
     first = tl.load(at, mask=inside, other=0.0).to(tl.float32)

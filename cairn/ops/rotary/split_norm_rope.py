@@ -147,7 +147,7 @@ def programs_of(
         return -(-heads // at_once), at_once, 4
     at_once = gpu.next_power_of_2(max(num_heads, kv_heads))
     spans = 2 if heads == num_heads + kv_heads else 3
-    # 16 bytes of either half a thread.
+    # Each thread takes 16 bytes of either half.
     return spans, at_once, max(1, gpu.warps_for(at_once * gpu.next_power_of_2(dim)) // 2)
 
 

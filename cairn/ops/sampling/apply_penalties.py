@@ -76,7 +76,8 @@ def _(call: Call) -> None:
     rows, width = call.logits.shape
     if rows and width:
         strides = (call.logits.stride(0), call.prompt_mask.stride(0), call.output_counts.stride(0))
-        # Rows that lie as far behind an aligned address in all three.
+        # All three tensors share one alignment offset per row: align by what their strides differ
+        # in.
         align = math.gcd(ALIGNED, *(stride - strides[0] for stride in strides))
         longest = width + align - 1
         pdl = uses_pdl(call.logits.device, rows, -(-longest // PDL_BLOCK) * WARPS)

@@ -41,7 +41,7 @@ def draw_from_probs(
         [N] int32.
     """
     rows = _filtered(probs, top_k, top_p, min_p, joint)
-    # Of the row, not of what is kept of it: a filter drops NaN.
+    # Check the whole row, not the kept part: a filter drops NaN.
     finite = probs.amax(dim=-1, keepdim=True).isfinite()
     running = rows.double().cumsum(dim=-1)
     mass = running[:, -1:]

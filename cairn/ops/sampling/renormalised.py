@@ -12,7 +12,8 @@ def renormalised(probs: Tensor, keep: Tensor) -> Tensor:
     A row without mass stays zero.
     """
     kept = torch.where(keep, probs, 0.0)
-    # A row alone is summed up by several threads on the CPU, and rounded other than among others.
+    # On a CPU, torch divides the sum of a single row over threads, which rounds differently than a
+    # row of a batch: sum two copies.
     beside = kept if len(kept) > 1 else kept.expand(2 * len(kept), -1)
     mass = beside.sum(dim=-1, keepdim=True)[: len(kept)]
     return kept.div_(mass.clamp_min(torch.finfo(mass.dtype).tiny))

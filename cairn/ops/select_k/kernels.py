@@ -48,12 +48,12 @@ def largest_from(key, inside, low, high, reach, total, count, N: tl.constexpr):
             near to low.
     """
     wanted = tl.minimum(count, total)
-    # At least `wanted` keys reach low, and at_high < wanted reach high.
+    # Invariant: at least `wanted` keys are >= low, and at_high < wanted keys are >= high.
     at_low = total
     at_high = 0
     while (high - low > 1) & (at_low != wanted):
-        # Counts in one sum, as many as it has bits for: where all keys may reach a trial value,
-        # one bit more than where the least key is low.
+        # Pack several counts into one integer, for one reduction. A count of up to N takes log2(N)
+        # + 1 bits, one of less than N a bit less.
         if N <= 1024:
             step = tl.maximum((high - low) >> 2, 1)
             one = low + step
@@ -83,7 +83,7 @@ def largest_from(key, inside, low, high, reach, total, count, N: tl.constexpr):
             at_one = (wide & 0xFFFFF).to(tl.int32)
             at_two = ((wide >> 20) & 0xFFFFF).to(tl.int32)
             at_three = (wide >> 40).to(tl.int32)
-        # Downwards for the upper bound, upwards for the lower one.
+        # Test trials from three down to one for `high`, and from one up to three for `low`.
         high = tl.where(at_three < wanted, three, high)
         at_high = tl.where(at_three < wanted, at_three, at_high)
         high = tl.where(at_two < wanted, two, high)
@@ -99,7 +99,7 @@ def largest_from(key, inside, low, high, reach, total, count, N: tl.constexpr):
     above = inside & (key >= high)
     level = inside & (key >= low) & (key < high)
     missing = wanted - at_high
-    # Two counts in one sum.
+    # Two counts packed into one integer, for one reduction.
     if N < 1 << 15:
         places = tl.cumsum(above.to(tl.int32) + (level.to(tl.int32) << 16), 0)
         levels = places >> 16
@@ -119,11 +119,12 @@ def reached_by(key, wanted, enough):
     low = 0
     high = tl.max(key, 0) + 1
     reach = enough + 1
-    # Most rows' numbers lie within 4 powers of two of the largest, or 16: weights as bits.
+    # First trial values: 2 ** -16 and 2 ** -4 of the largest (float32 bits), between which most
+    # rows' bounds lie.
     one = tl.maximum(high - (16 << 23), 1)
     two = tl.maximum(high - (4 << 23), 1)
     while (high - low > 1) & (reach > enough):
-        # Two counts in one sum.
+        # Two counts packed into one integer, for one reduction.
         found = tl.sum((key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 16), 0)
         by_one, by_two = (found & 0xFFFF) >= wanted, (found >> 16) >= wanted
         high = tl.where(by_two, high, tl.where(by_one, two, one))
@@ -145,7 +146,7 @@ def candidates_of(lengths, starts, row, width):
     length = width
     if lengths is not None:
         length = tl.load(lengths + row)
-    # A start far outside does not overflow.
+    # In int64 and clamped: a start far outside must not overflow.
     end = tl.minimum(tl.cast(length, tl.int64), width - tl.minimum(start, width))
     return start, first, tl.maximum(end.to(tl.int32), first)
 
@@ -184,15 +185,16 @@ def bound_kernel(
     if top_k is not None:
         topk = tl.load(top_k + row).to(tl.int32)
     if number > ROOM:
-        # One of each of as many parts of the row, at a pseudo-random place: periodic scores would
-        # bias a regular grid.
+        # Stratified sample: one score of each of SAMPLE equal parts of the row, at a pseudo-random
+        # place. Periodic scores would bias a regular grid.
         i = tl.arange(0, SAMPLE)
         within = (i.to(tl.uint32) * 0x9E3779B1) >> 16
         place = (i.to(tl.int64) * number + ((within.to(tl.int64) * number) >> 16)) // SAMPLE
         value = load_scores(score, row, start, first + place.to(tl.int32), i < SAMPLE, stride, NAN)
         part = topk / number.to(tl.float32)
         mean = part * SAMPLE
-        # Where the mean is small, more lie far above it than a normal distribution has.
+        # The last term allows for the upper tail, which for small means is heavier than a normal
+        # distribution's.
         most = mean + SURE * tl.sqrt(mean * (1.0 - part)) + SURE * SURE / 3
         wanted = most.to(tl.int32) + 1
         key = (ordered(value) >> 1).to(tl.int32)
@@ -217,7 +219,7 @@ def list_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     start, first, end = candidates_of(lengths, starts, row, width)
-    # Lines of what a warp loads at once: places among them are counted without waiting for others.
+    # Each line is what one warp loads at once, so ranks within a line need no wait for other warps.
     at = tl.arange(0, CHUNK // LINE)[:, None] * LINE + tl.arange(0, LINE)[None, :]
     place = first + chunk * CHUNK + at
     inside = place < end
@@ -371,7 +373,7 @@ def threshold_kernel(
         if (total < k) | (total > ROOM):
             least = least_in_row(score, row, width, stride, k, ROOM, float("inf"))
         elif level_taken > 0:
-            # Fewer than k lie above the bound, and k do not lie below it.
+            # The k-th largest equals the bound.
             least = floor
         else:
             inside = at < total

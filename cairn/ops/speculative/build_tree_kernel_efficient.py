@@ -154,7 +154,7 @@ def _(call: Call) -> None:
     if call.tree_mask_mode == PACKED_MASK:
         expect_room(name, "tree_mask", call.tree_mask.nbytes, batch * n * row_bytes(n))
     else:
-        # How long a full mask must be is known to the device alone.
+        # The length of a full mask depends on sequence lengths, which only the device knows.
         expect(name, "tree_mask", call.tree_mask, dtypes=FLAGS)
         expect_room(name, "tree_mask", call.tree_mask.numel(), batch * n * n)
 
@@ -166,8 +166,8 @@ def _(call: Call) -> None:
         build_tree_kernel_efficient.using("reference")(**call.asdict())
     elif call.retrive_index.numel():
         padded = max(16, gpu.next_power_of_2(nodes))
-        # The first expansion is node 0's, whether or not there is a list; an empty one is not read,
-        # and what stands for it is of the dtype that there is a kernel for.
+        # The first expansion is that of node 0, with or without a list. An empty list is not read;
+        # its placeholder has the dtype that the kernel is compiled for.
         width = call.parent_list.shape[1]
         build_kernel[(call.retrive_index.shape[0],)](
             parent_list=call.parent_list if width else call.selected_index,

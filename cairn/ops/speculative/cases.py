@@ -183,6 +183,6 @@ def _(make: Make) -> Cases:
     for entries in (1, 9, 70, 0):
         yield _chains(make, entries)
     tokens = make.randint(0, 99, 5)
-    # All right, and one wrong; a first entry begins a chain whatever it holds.
+    # All guesses right, and one wrong; a first entry begins a chain whatever its value.
     yield make.args(tokens, torch.cat((tokens[:1], tokens[:-1])), make.arange(5), 7)
     yield make.args(tokens, tokens.roll(1) + make.tensor([0, 0, 0, 1, 0], torch.int64), tokens, 7)

@@ -49,7 +49,8 @@ def build_kernel(
     parent = parents_of(own, expanded, topk, width, nodes, NP)
     near = (node[:, None] == node[None, :]) | (parent[:, None] == node[None, :])
     reach = (near | (node == 0)[None, :]).to(tl.float32)
-    # Who is reached in so many steps reaches as far again; a list that is no tree may hold circles.
+    # Pointer doubling: each round doubles the distance reached. The number of rounds is fixed,
+    # because a malformed list may contain cycles.
     for _ in range(ROUNDS):
         further = tl.dot(reach, reach, input_precision="tf32")
         reach = tl.where(further > 0.0, 1.0, 0.0)
@@ -251,7 +252,7 @@ def packbits_kernel(x, input_indptr, output_indptr, y, BLOCK: tl.constexpr):
         byte = start + tl.arange(0, BLOCK).to(tl.int64)
         place = byte[:, None] * 8 + bit[None, :]
         if (begin % 8 == 0) & ((start + BLOCK) * 8 <= count):
-            # Eight flags a load.
+            # Load eight flags at once.
             flags = tl.load(x + tl.multiple_of(begin, 8) + place)
         else:
             flags = tl.load(x + begin + place, mask=place < count, other=0)

@@ -78,13 +78,13 @@ def tree_speculative_sampling_target_only(
             candidates of no token.
     """
     led = expect_links(NAME, retrive_index, retrive_next_token, retrive_next_sibling)
-    # Nobody looks at the token of node 0.
+    # The token of node 0 is not used.
     drafted = candidates[:, 1:][led[:, 1:]]
     expect_within(NAME, "candidates", drafted, target_probs.shape[2])
     trees = [x.tolist() for x in (candidates, retrive_index, retrive_next_token)]
     sibling_of = retrive_next_sibling.tolist()
     longest = accept_index.shape[1]
-    # Every number below is a float32 of its own: sums and quotients round as a kernel's do.
+    # All values below are float32 tensors, so that sums and quotients round as the kernel's do.
     threshold = target_probs.new_tensor(max(threshold_acc, LEAST_THRESHOLD))
     for row, (tokens, index, next_token) in enumerate(zip(*trees, strict=True)):
         path, node, child, looks = [index[0]], 0, next_token[0], 1

@@ -64,7 +64,7 @@ def expect_links(op: str, index: Tensor, next_token: Tensor, next_sibling: Tenso
         [B, n] bool: the nodes that links lead to. Of others nobody looks at anything.
     """
     batch, nodes = index.shape
-    # Links that end a walk lead to one in front of the first.
+    # Links that end a walk point to an extra column before the first node.
     led = torch.zeros(batch, nodes + 1, dtype=torch.bool, device=index.device)
     for name, tensor in (
         ("retrive_next_token", next_token),

@@ -37,7 +37,7 @@ def verify_chains(tokens: Tensor, given: Tensor, row: Tensor, nobody: int) -> Te
     start = torch.where(begins, index, 0).cummax(0).values
     before = (~begins & (tokens.roll(1) != given)).long().cumsum(0)
     counts = before == before[start]
-    # An entry behind all of them begins a chain.
+    # A sentinel after the last entry begins a chain.
     more = torch.cat((~begins & counts, begins.new_zeros(1)))[1:]
     last = counts & ~more
     number = index - start + 1

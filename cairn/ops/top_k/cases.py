@@ -28,7 +28,7 @@ def _(make: Make) -> Cases:
         rows, width = score.shape
         size = (1, 7)[number % 2]
         table = make.randint(0, 1 << 20, 3, width // size + 3, dtype=torch.int32)[:, :-2]
-        # Of the last ones the first and the last row belong to nobody.
+        # In the last case, the first and the last row belong to no sequence.
         first = int(number == 6)
         bounds = make.tensor([first, rows // 2, rows // 2, rows - first], dtype=torch.int32)
         yield make.args(score, lengths, table, bounds, topk, starts, page_size=size)

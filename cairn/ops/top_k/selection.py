@@ -81,7 +81,7 @@ def select_by_topk(rows: Rows) -> Tensor:
     value, place = torch.topk(score, topk, dim=1)
     chosen = place.sort(dim=1).values.to(torch.int32)
     reach = torch.count_nonzero(score >= value[:, -1:], dim=1)
-    # NaN is taken first.
+    # torch.topk ranks NaN first; these rows are redone without.
     again = ((reach != topk) | value[:, 0].isnan()).nonzero()[:, 0]
     if len(again):
         some = score[again].nan_to_num(-torch.inf, torch.inf, -torch.inf)

@@ -18,7 +18,7 @@ def _(make: Make) -> Cases:
         pages = length // size
         q = make.randn(2, length, heads, 16, dtype=dtype)
         k, v = (make.randn(2, length, groups, 16, dtype=dtype) for _ in range(2))
-        # Fourths: scores that rounding cannot bring into another order.
+        # Multiples of 1/4: rounding cannot change the order of their scores.
         z, key = (make.randint(-8, 9, 2, n, heads, 16).to(dtype) / 4 for n in (length, pages))
         bias = make.randint(0, 9, 2, pages, heads).float() / 4
         yield make.args(q, k, v, z, key, bias, size, 20, 2, True)

@@ -133,7 +133,7 @@ def pages_kernel(
     V += b * L * KV * D
     at = line[:, None] * D + tl.arange(0, D)[None, :]
     lse = tl.load(WINDOW_LSE + line, mask=valid, other=0.0)
-    # All shares relative to the largest logit: it is known before any page is read.
+    # All weights are relative to the largest logit, which is known before any page is read.
     m = tl.maximum(lse, tl.max(u, 1))
     if SOFTMAX1:
         m = tl.maximum(m, 0.0)
@@ -169,7 +169,7 @@ def queries_kernel(
     slot, line, head, valid = _rows(block, group, L, H, G, GP, ROWS)
     line += b * L * H
     q, do = _tile(Q, line, valid, D), _tile(DO, line, valid, D)
-    # Rows that are none have an infinite total, and so no share of anything.
+    # Padding rows have lse = inf, so all of their weights are 0.
     lse = tl.load(LSE + line, mask=valid, other=float("inf"))
     delta = tl.load(DELTA + line, mask=valid, other=0.0)
     K += b * L * KV * D

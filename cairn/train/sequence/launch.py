@@ -196,7 +196,7 @@ class SequenceAttention(torch.autograd.Function):
         q, k, v, o, lse, *rest = ctx.saved_tensors
         do = do.contiguous()
         delta = (do.float() * o.float()).sum(-1)
-        # Without pages none of these is looked at.
+        # Placeholders: without pages none of these is read.
         z = key = chosen = u = block_list = block_count = page_list = page_count = dmass_of = lse
         if rest:
             z, key, chosen, u, mass, block_list, block_count, page_list, page_count = rest

@@ -91,7 +91,7 @@ def sequence_attention(
 def _(call: Call) -> None:
     name, as_selected = "sequence_attention", call.aligned and call.mask_landmarks
     check_least(name, "page_size", call.page_size, 2)
-    # Of a single slot a masked landmark would see nothing.
+    # With a window of 1, a masked landmark would attend to nothing.
     check_least(name, "window", call.window, 1 if as_selected else 2)
     check_least(name, "topk", call.topk, 0)
     if call.topk and not as_selected:
@@ -166,7 +166,8 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     when=lambda call: launch.accepts(call.q, call.page_size),
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    # A wider window shows nothing more, and the kernels add to its width.
+    # Clamp the window to the sequence length: the kernels add to its width, which must not
+    # overflow.
     width = min(call.window, call.q.shape[1])
     rule = launch.Rule(
         call.page_size, width, call.topk, call.softmax1, call.aligned, call.mask_landmarks

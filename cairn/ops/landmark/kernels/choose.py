@@ -82,9 +82,9 @@ def choose_kernel(
     if NORMALISED:
         at = lse + token * HEADS + kv * group + g
         window = tl.load(at, mask=g < group, other=float("-inf"))
-    # There are few programs, which wait for what they load, so no load waits for another: what no
-    # candidate reaches is left out afterwards, and the first blocks' members, which are all there
-    # are unless there are many candidates, are loaded at once.
+    # Few programs run, bound by load latency, so all loads are issued independently: blocks without
+    # a candidate are masked afterwards, and the members of the first blocks, which suffice unless
+    # there are many candidates, are loaded at once.
     at = (line * blocks + b)[:, None] * group + g[None, :]
     shown = (b < blocks)[:, None] & heads
     tops = tl.load(part_best + at, mask=shown, other=float("-inf"))

@@ -82,7 +82,8 @@ def score_tiles(
     top = tl.full([TILE, GP], float("-inf"), tl.float32)
     summed = tl.zeros([TILE, GP], tl.float32)
     for _ in range(program * TILE, candidates, step):
-        # The next tile is on its way while this one is added up, and where the one after it lies.
+        # Prefetch the next tile, and the page-table entries of the one after it, while this one is
+        # added up.
         next_summary, next_extra = load_summaries(
             key, bias, next_page, c + step < candidates, head, own, page_stride, head_stride,
             HEADS, KEY_HEADS, DIM, DP, BIAS,
@@ -141,7 +142,7 @@ def scan(
         if scanned is not None:
             arrive(scanned)
     elif program < splits + programs:
-        # A row's length decides how many have something to do.
+        # The row's length decides how many programs have work.
         if (program - splits) * TILE < candidates_of(slot, token, offset, SIZE):
             score_tiles(
                 lmk_q, key, bias, slot, row, page_table, u, tops, sums,
@@ -215,8 +216,8 @@ def pick_chunk(
     g = tl.arange(0, GP)
     own = g < group
     head = token * HEADS + kv * group + g
-    # No load waits for another. Up to a round number: a mask of the candidates would cost the wide
-    # loads. What is no candidate is left out afterwards.
+    # Load all scores independently, up to a multiple of the vector width, and mask non-candidates
+    # afterwards: a mask in the load would split the vector loads.
     at = (head * pages)[:, None] + c[None, :]
     shown = own[:, None] & (c < (candidates + 15) // 16 * 16)[None, :]
     value = tl.load(u + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
@@ -227,7 +228,7 @@ def pick_chunk(
     )  # fmt: skip
     p = tl.arange(0, PROGRAMS)
     at = (line * programs + p)[:, None] * group + g[None, :]
-    # Programs without a candidate found nothing, and wrote nothing.
+    # Programs without a candidate have not written their results.
     shown = ((p < programs) & (p * TILE < candidates))[:, None] & own[None, :]
     tops_of = tl.load(tops + at, mask=shown, other=float("-inf"), cache_modifier=".cg")
     sums_of = tl.load(sums + at, mask=shown, other=0.0, cache_modifier=".cg")
@@ -276,7 +277,7 @@ def pick(
     if (chunk == 0) | (begin < candidates):
         left = candidates - begin
         for level in tl.static_range(LEVELS):
-            # The narrowest that holds what is left.
+            # Use the narrowest level that holds the remaining candidates.
             fits = (left <= (SHORT << level)) | (level == LEVELS - 1)
             if fits & ((level == 0) | (left > (SHORT << level) // 2)):
                 pick_chunk(
@@ -323,7 +324,7 @@ def pages_at(
     found_at += line * chunks * topk
     found_value += line * chunks * topk
     if candidates > CHUNK:
-        # Pages ascend from chunk to chunk: of equal values the first is the lowest page again.
+        # Pages ascend over chunks, so the first of equal values is still the lowest page.
         i = tl.arange(0, LISTED)
         shown = (i < chunks * topk) & (i // topk * CHUNK < candidates)
         page = tl.load(found_page + i, mask=shown, other=-1, cache_modifier=".cg")
@@ -384,7 +385,7 @@ def read(
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     at_head = kv.to(tl.int64) * head_stride
-    # Where fewer are selected the last places are nobody's: a short row has none at all.
+    # With fewer selected pages the last places are empty; a short row selects none.
     selected = tl.sum((logical >= 0).to(tl.int32), 0)
     for i in tl.range(0, selected, num_stages=STAGES):
         this = tl.max(tl.where(e == i, logical, 0), 0)

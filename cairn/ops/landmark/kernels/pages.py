@@ -98,7 +98,7 @@ def pages_kernel(
     known = tl.load(table + logical, mask=logical >= 0, other=0)
     acc = tl.zeros([ROWS, DP], tl.float32)
     at_head = kv.to(tl.int64) * head_stride
-    # Those behind the last one found are nobody's.
+    # Places after the last page found are empty.
     for i in range(tl.max(tl.where(logical >= 0, e + 1, 0), 0)):
         page = tl.sum(tl.where(e == i, known, 0), 0).to(tl.int64)
         found = tl.max(tl.where(e == i, logical, -1), 0) >= 0
@@ -220,7 +220,7 @@ def unit_kernel(
         for begin in range(0, count, PAIRS):
             i = begin + m // GP
             alive = (i < count) & (m % GP < group)
-            # Behind the last pair stands that again: loads need no mask.
+            # Past the end, the last pair is repeated, so loads need no mask.
             token = tl.load(tokens + first + tl.minimum(i, count - 1)).to(tl.int64)
             head = token * HEADS + kv * group + tl.minimum(m % GP, group - 1)
             query = load_rows(q + head * DIM, m >= 0, DIM, DP)
@@ -229,9 +229,9 @@ def unit_kernel(
                 dots *= factor
             dots = tl.where(inside[None, :], dots, float("-inf"))
             top = tl.max(dots, 1)[:, None]
-            # Of a scale that keeps the order, one multiplication and subtraction at once.
+            # A positive scale keeps the order, so it moves into one fused multiply-subtract.
             p = tl.exp2(dots * factor - top * factor if POSITIVE else dots - top)
-            # One division a row: dividing every number costs more than the products do.
+            # One division per row: dividing every element costs more than the products.
             share = 1.0 / tl.sum(p, 1)
             acc = tl.dot(p.to(value.dtype), value, input_precision=PRECISION) * share[:, None]
             own = (first + i).to(tl.int64) * group + m % GP

@@ -36,7 +36,7 @@ def pages_of(table, start, most, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
 def columns_of(bias, COLUMNS: gl.constexpr):
     """[N, 16] bfloat16 whose first three columns sum up to bias [N] float32."""
     first = bias.to(gl.bfloat16)
-    # Of infinity nothing is left.
+    # The remainder of an infinite bias is 0, not inf - inf.
     rest = gl.where(gl.abs(first.to(gl.float32)) < float("inf"), bias - first.to(gl.float32), 0.0)
     second = rest.to(gl.bfloat16)
     third = (rest - second.to(gl.float32)).to(gl.bfloat16)
@@ -86,7 +86,7 @@ def copy_pages(
             named = pages_of(table, first + width, most, BLOCK, FLAT)
         for start in range(first, most, width):
             lines = key + (page * page_stride)[:, None] + column[None, :]
-            # What follows is on its way while these keys are copied.
+            # Prefetch the next page-table entries while these keys are copied.
             page = pages_of(table, start + width, most, BLOCK, LINE)
             if BIAS:
                 own_biases = biases * inverse
@@ -207,7 +207,7 @@ def score_pages(
                 step += 1
             else:
                 for g in range(0, GROUP, 2):
-                    # The products of a second head are on their way while the first's are used.
+                    # The products of a second head run while the first's are used.
                     query = queries.index(WHICH * GROUP + g)
                     value = products(query, shared, step, ones, none, BIAS)
                     query = queries.index(WHICH * GROUP + g + 1)
@@ -233,13 +233,13 @@ def store_scores(found, best, own, mine, line, start, CB: gl.constexpr):
     ROWS: gl.constexpr = best.shape[0]
     BLOCK: gl.constexpr = best.shape[1]
     c = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
-    # Behind a token's candidates anything may stand. Pairs of numbers have one mask: half sectors
-    # of the cache would take twice as long.
+    # Columns past a token's candidates may hold any value. Mask in pairs: half-filled cache sectors
+    # would take twice as long to write.
     written = mine[:, None] & (c < pages)[None, :]
     gl.store(score + (line * pages)[:, None] + c[None, :], best, mask=written)
     shown = gl.where(c[None, :] < own[:, None], best, float("-inf"))
     tops = gl.max(shown.reshape([ROWS, BLOCK // CB, CB]), 2)
-    # Whole sectors here too.
+    # Write whole cache sectors here too.
     TILE: gl.constexpr = BLOCK // CB
     EACH: gl.constexpr = 4 if TILE > 4 else TILE
     LANES: gl.constexpr = TILE // EACH
@@ -265,7 +265,7 @@ def allocated(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], SIGNAL)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], SIGNAL)
     for stage in gl.static_range(STAGES):
-        # All who copy, and their word that biases are there too.
+        # Arrivals: 128 copying threads, and one more for the biases.
         hopper.mbarrier.init(full.index(stage), 128 + 1)
         hopper.mbarrier.init(free.index(stage), 2)
     hopper.fence_async_shared()
@@ -285,7 +285,7 @@ def group_scores_kernel(
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     shared = allocated(lmk_q.dtype.element_ty, 2 * GROUP, STAGES, BLOCK, DIM)
-    # Late tokens have the most candidates: they start first.
+    # Tokens at the end have the most candidates, so their programs are launched first.
     begin = (gl.num_programs(2) - 1 - gl.program_id(2)) * 128
     tile = (row, slot, begin, tokens, offset, size)
     where = (gl.program_id(0) * BLOCK, gl.num_programs(0) * BLOCK, gl.program_id(1) * GROUP)

@@ -141,7 +141,7 @@ def normaliser_kernel(
         mine = alive & (own_row == this_row)
         own = tl.where(mine, candidates, 0)
         most = tl.max(own, 0)
-        # Blocks before this one are candidates of every token, in a tile of one sequence.
+        # In a tile of one sequence, blocks before `edge` are candidates of every token.
         edge = tl.min(tl.where(alive & (own_row != this_row), 0, own), 0)
         edge = tl.min(tl.where(alive, edge, 2147483647), 0) // BLOCK * BLOCK
         table = page_table + this_row * table_stride
@@ -201,7 +201,8 @@ def group_kernel(
     of = tl.arange(0, GP)
     lines = lmk_q + (token.to(tl.int64) * HEADS + kv * group) * DIM
     if group == 1:
-        # A head alone: its queries stay, and keys of pages behind are on their way instead.
+        # A single head: its queries stay in registers, and the next pages' keys are prefetched
+        # instead.
         query = load_rows(lines, alive, DIM, DP)
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
@@ -236,8 +237,8 @@ def group_kernel(
                         value += tl.sum(tl.where((of == g)[:, None], biases, 0.0), 0)[None, :]
                     best = tl.maximum(best, value)
             seen = c[None, :] < own[:, None]
-            # Behind a token's candidates anything may stand: all of a sector of the cache has one
-            # mask, or it would be written number by number.
+            # Columns past a token's candidates may hold any value: mask by whole cache sectors, or
+            # the stores would be scalar.
             written = mine[:, None] & (c < pages)[None, :]
             tl.store(score + (line * pages)[:, None] + c[None, :], best, mask=written)
             best = tl.where(seen, best, float("-inf"))
@@ -257,7 +258,7 @@ def rescore_kernel(
 ):  # fmt: skip
     """scores [T, HEADS, topk]: u of the selected pages, -inf where there is none."""
     group: tl.constexpr = HEADS // KV_HEADS
-    # One KV head after the other: its summaries may fit a core's own cache.
+    # One KV head at a time: its summaries may fit into a core's own cache.
     token = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     place = token * KV_HEADS + kv

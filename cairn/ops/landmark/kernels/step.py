@@ -38,7 +38,8 @@ def merge_line(
     if SOFTMAX1:
         best = tl.maximum(best, 0.0)
     base = tl.where(best == float("-inf"), 0.0, best)
-    # One part after the other: summed by several threads, products would be rounded or not.
+    # Add the parts in sequence: in a reduction over threads, the compiler may or may not fuse
+    # products into the sum, which changes the rounding.
     total = tl.exp(-base) if SOFTMAX1 else tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, DP], tl.float32)
     wide = (d < DIM)[None, :]

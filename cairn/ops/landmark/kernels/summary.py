@@ -38,7 +38,7 @@ def store_summary(
     e = tl.exp(shifted)
     total = tl.sum(e, 0)
     if WITH_KEY:
-        # Keys of half precision are held as they are: half the registers.
+        # Keys stay in half precision until used: half the registers.
         pooled = tl.sum(again(keys).to(tl.float32) * (e / total)[:, None], 0)
         place = to * key_page_stride + head * key_head_stride + d
         tl.store(key + place, pooled.to(key.dtype.element_ty), mask=d < DIM)

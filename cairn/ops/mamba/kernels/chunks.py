@@ -54,7 +54,7 @@ def chunk_table_kernel(
     behind = tl.sum(chunks, 0)
     own = tl.where(own_end > own_begin, (own_shift + own_end - own_begin + GRID - 1) // GRID, 0)
     tl.store(before + number, behind)
-    # Those behind the last sequence's are marked too.
+    # Mark chunks after the last sequence as unused too.
     rows = tl.where(number == count - 1, most - behind, own)
     for i in range(0, rows, BLOCK):
         chunk = i + tl.arange(0, BLOCK)
@@ -132,7 +132,7 @@ def chunk_kernel(
         q32, k32 = query.to(tl.float32), key.to(tl.float32)
         q_length = tl.rsqrt(tl.sum(q32 * q32, 1) + 1e-6)
         k_length = tl.rsqrt(tl.sum(k32 * k32, 1) + 1e-6)
-    # Sums are large and their differences count.
+    # In float64: the sums are large, and their differences are what is used.
     total = tl.cumsum(g.to(tl.float64), 0)
     last = tl.sum(tl.where(i == GRID - 1, total, 0.0), 0)
     apart = (total[:, None] - total[None, :]).to(tl.float32)

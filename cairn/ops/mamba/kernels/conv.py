@@ -125,7 +125,7 @@ def convolve_back(
                 )  # fmt: skip
             at = weight + channel * weight_channel + tap * weight_tap
             y += tl.load(at, mask=inside, other=0.0).to(tl.float32) * value
-        # All have read this token before it is overwritten.
+        # All threads have loaded this token before it is overwritten.
         tl.debug_barrier()
         at = out + token.to(tl.int64) * out_token + channel * out_channel
         tl.store(at, activated(y, SILU).to(out.dtype.element_ty), mask=live)

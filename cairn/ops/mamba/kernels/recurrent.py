@@ -117,7 +117,7 @@ def recurrent_kernel(
         tail = tl.where(end - begin <= FEW, begin, tl.maximum(begin, begin + behind))
         if (end - tail > FEW) | (end == tail) | ((tail > begin) & (target < 0)):
             return
-        # What was run before has left its state.
+        # Tokens run so far have left their state in the target slot.
         slot, used = tl.where(tail > begin, target, slot), used | (tail > begin)
         begin = tail
     column, line = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -40,7 +40,7 @@ def split_kernel(
     source = at
     if GROUPED:
         group: tl.constexpr = 2 * K + 2 * EACH * V
-        # Within queries, keys, values and gates of a group.
+        # Offset within a group's queries, keys, values and gates.
         value = at - 2 * KEYS * K
         gate = at - wide
         source = tl.where(at < KEYS * K, at // K * group + at % K, 0)

@@ -41,7 +41,7 @@ def tally_lines(line_keys, one, two, three):
     first, second, third = line_keys >= one, line_keys >= two, line_keys >= three
     value = line_keys.to(tl.float32, bitcast=True)
     by_one, by_two = tl.where(first, value, 0.0), tl.where(second, value, 0.0)
-    # Two counts in one sum.
+    # Two 16-bit counts packed into one int32, for one reduction.
     found = second.to(tl.int32) + (third.to(tl.int32) << 16)
     by_one, by_two, by_three, found = tl.reduce(
         (by_one, by_two, tl.where(third, value, 0.0), found), 0, added
@@ -60,10 +60,11 @@ def floor_by_lines(line_keys, floor, end, share, wanted, CHUNKS: tl.constexpr, M
     """
     low, high = floor, end
     found, beyond = tl.full([], MOST + 1, tl.int32), tl.full([], 0, tl.int32)
-    # Most rows' numbers lie within 4 powers of two of the largest, or 16: weights as bits.
+    # First trial values: 2 ** -16 and 2 ** -4 of the largest weight (float32 bits), between which
+    # most rows' bounds lie.
     one, two = floor, tl.minimum(tl.maximum(end - (16 << 23), floor), end - 1)
     three = tl.minimum(tl.maximum(end - (4 << 23), floor), end - 1)
-    # Sums are in float32.
+    # A margin for the rounding of float32 sums.
     enough = (wanted * 1.00001).to(tl.float32)
     missing = share < 1.0
     if not missing:
@@ -92,18 +93,18 @@ def floor_of(
     0."""
     floor = weight_of(peak, peak, temp, SOFTMAX) * least
     if count > 0:
-        # The share is of the sum of the top k, all of which are needed.
+        # top-p is relative to the sum of the top k, so all of these are needed.
         floor = tl.where(share < 1.0, 0.0, floor)
         if line_keys is not None:  # noqa: SIM102
             if count <= lines:
-                # So few that CHUNKS lists hold their lines, if that is possible, but not one more
-                # step than that takes.
+                # Ask for somewhat more than `count` lines, at most CHUNKS where possible: the
+                # looser the target, the fewer search steps.
                 enough = tl.maximum(count + count // 8, tl.minimum(count + count // 4 + 4, CHUNKS))
                 bound = reached_by(line_keys, count, enough)
                 floor = tl.maximum(floor, bound.to(tl.float32, bitcast=True))
     elif share < 1.0:
-        # Weights below (total - wanted) / width sum up to less than total - wanted, so the
-        # others reach what is wanted; half of that, and less still, leaves room to round.
+        # Weights below (total - wanted) / width sum to less than total - wanted, so the others
+        # reach `wanted`. Half of that bound leaves room for rounding.
         spare = (total * (1.0 - 1e-5) - wanted_of(share, total, SHARE)) * 0.5 / width
         floor = tl.maximum(floor, tl.maximum(spare, 0.0).to(tl.float32))
     return bits_of(floor)
@@ -119,7 +120,7 @@ def sample_of(
     i = tl.arange(0, CHUNKS * SAMPLE)
     place = i // SAMPLE * CHUNK + i % SAMPLE
     inside = place < width
-    # Clamped, not masked: masked loads are issued one after the other.
+    # Clamp the index instead of masking: masked loads are issued one after the other.
     value = tl.load(x + tl.minimum(place, width - 1)).to(tl.float32)
     weight = weight_of(value, peak, temp, SOFTMAX)
     if not SOFTMAX:
@@ -145,7 +146,7 @@ def sides_of(weight, stands_for, trial, top, spare, SURE: tl.constexpr):
     bound = trial.to(tl.float32, bitcast=True) / top
     below = tl.where(weight[None, :] < bound[:, None], weight[None, :], 0.0)
     total, squares = tl.reduce((below, below * below), 1, both_added)
-    # One more of this weight is assumed: a sample without any proves nothing.
+    # Assume one more sample of this weight, so that an empty sample proves nothing.
     off = SURE * tl.sqrt(squares + bound * bound)
     return (total + off) * stands_for <= spare, (total - off) * stands_for >= spare
 

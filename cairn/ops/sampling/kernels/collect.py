@@ -61,7 +61,7 @@ def draw_from_lines(
 @triton.jit
 def is_last(arrivals):
     """Whether the other programs of a row have all been here: what they stored can be loaded."""
-    # All threads have stored before one of them arrives.
+    # All threads' stores precede the arrival that one of them signals.
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
     tl.debug_barrier()
@@ -161,7 +161,8 @@ def collect_row(
                 least, top, total, fraction, width,
                 CHUNKS, CHUNK, LINE, FEW, SLICE, SOFTMAX, SHARE,
             )  # fmt: skip
-            # More than there is room for: all others have left it to this program.
+            # The lists overflowed after all other programs had ended: this one finishes the row
+            # alone.
             alone = (token == -2) & (done == 0)
             by_line = by_line & (alone == 0)
     if not by_line:
@@ -172,8 +173,8 @@ def collect_row(
                 spare = ((total - wanted) / top).to(tl.float32)
                 low, high = guess_of(sample, stands_for, spare, top, floor, end, SURE, TRIALS)
                 larger = tl.sum((sample * top >= number_of(low)).to(tl.int32), 0)
-                # Many candidates: listing weights costs less than listing numbers and weighing
-                # later.
+                # With many candidates, listing weights is cheaper than listing logits and weighing
+                # them later.
                 many = larger > CHUNKS * SAMPLE // 8
         c = tl.arange(0, CHUNKS)
         if tl.program_id(0) == 0:
@@ -210,7 +211,7 @@ def collect_kernel(
     row = tl.program_id(1).to(tl.int64)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
     temp = temperature_of(temperature, row, SOFTMAX)
-    # On their way before it is known whether they are needed.
+    # Issue these loads before it is known whether they are needed.
     line_maxima = None
     if top_k is not None:
         line_maxima = load_tops(tops, row, chunks * (CHUNK // LINE), CHUNKS * CHUNK // LINE)

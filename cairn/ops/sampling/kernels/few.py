@@ -45,7 +45,7 @@ def ranks_of(keys, key, listed, FEW: tl.constexpr, SLICE: tl.constexpr):
         j = begin + tl.arange(0, SLICE)
         rival = tl.load(keys + j, mask=j < listed, other=-1)[:, None]
         ahead = rival.to(tl.int32) > key.to(tl.int32)[None, :]
-        # Two counts in one sum.
+        # Two 16-bit counts packed into one int32, for one reduction.
         more = (rival > key[None, :]).to(tl.int32)
         packed += tl.sum(more + (ahead.to(tl.int32) << 16), 0)
     return packed & 0xFFFF, packed >> 16
@@ -61,7 +61,8 @@ def draw_few(
 
     top, k, share, least, total, SHARE: as of `limit`; fraction: of the kept sum, a uniform number.
     """
-    # Between what threads write for each other and read, and before they write over it.
+    # Barriers separate stores from other threads' loads, and those loads from the stores that
+    # overwrite them.
     tl.debug_barrier()
     i = tl.arange(0, FEW)
     inside = i < listed
@@ -69,7 +70,7 @@ def draw_few(
     rank, order = ranks_of(keys, key, listed, FEW, SLICE)
     tl.store(weights + rank, weight_in(key), mask=inside)
     tl.debug_barrier()
-    # From the largest down: filters keep the first ones.
+    # In descending order: filters keep a prefix.
     descending = tl.load(weights + i, mask=inside, other=0.0)
     wide = descending.to(tl.float64)
     kept = inside & (descending >= tl.sum(tl.where(i == k - 1, descending, 0.0), 0))
@@ -79,12 +80,12 @@ def draw_few(
             wanted *= total
         if SHARE == 2:
             wanted *= tl.where(k > 0, tl.sum(tl.where(kept, wide, 0.0), 0), total)
-        # The largest is kept whatever the share.
+        # The largest weight is kept even with top_p = 0.
         kept = kept & (tl.cumsum(wide, 0) - wide < tl.maximum(wanted, 1e-300))
     kept = kept & (descending >= least * top)
     left = tl.sum(kept.to(tl.int32), 0)
     mass = tl.sum(tl.where(kept, wide, 0.0), 0)
-    # What is not kept weighs nothing.
+    # Clear the weight of keys that are filtered out.
     tl.store(keys + order, tl.where(rank < left, key, key & 0x7FFFFFFF), mask=inside)
     tl.debug_barrier()
     in_place = tl.load(keys + i, mask=inside, other=0)

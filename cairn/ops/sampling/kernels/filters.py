@@ -22,7 +22,7 @@ def weight_of(value, peak, temperature, SOFTMAX: tl.constexpr):
     """What is filtered and drawn: a probability as it is, or SOFTMAX: exp((logit - peak) /
     temperature)."""
     if SOFTMAX:
-        # exp by exp2, which hardware has.
+        # exp by exp2, which maps to one hardware instruction.
         return tl.exp2((value - peak) * tl.div_rn(1.4426950408889634, temperature))
     return value
 
@@ -115,7 +115,7 @@ def survey_kernel(
     at = row * chunks + chunk
     temp = temperature_of(temperature, row, SOFTMAX)
     count, share, least = filters_of(top_k, top_p, min_p, row, width)
-    # A value of weight 0.
+    # Padding beyond the row: a value of weight 0.
     BEYOND: tl.constexpr = float("-inf") if SOFTMAX or masses is None else 0.0
     value = load_chunk(x + row * stride, chunk, width, CHUNK, BEYOND)
     if arrivals is not None:
@@ -125,7 +125,7 @@ def survey_kernel(
         greedy = True
     if greedy:
         place = chunk * CHUNK + tl.arange(0, CHUNK)
-        # NaN is the largest.
+        # `ordered` sorts NaN above every number.
         key = ordered(value)
         best = tl.max(key, 0)
         tl.store(peaks + at, (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True))
@@ -140,7 +140,8 @@ def survey_kernel(
             if tops is not None:  # noqa: SIM102
                 if (count > 0) | (share < 1.0) | (least > 0.0):
                     store_tops(tops, at, value, CHUNK, LINE)
-    # Not earlier: waiting programs of the next kernel would take the place of ones that read.
+    # Last: programs of the next kernel that wait would occupy multiprocessors that programs of this
+    # one still need.
     launch_next(PDL)
 
 
@@ -219,7 +220,7 @@ def tally(weights, head, count, longest, one, two, three, MASS: tl.constexpr, CH
     wide = (reach & 0x3FF).to(tl.int64) + ((reach >> 10) & 0x3FF).to(tl.int64) * (1 << 20)
     wide += (reach >> 20).to(tl.int64) << 40
     if MASS:
-        # One reduction: each would wait for all warps.
+        # One reduction for all sums: each reduction waits for all warps.
         wide, first, second, third = tl.reduce(
             (tl.ravel(wide), tl.ravel(first), tl.ravel(second), tl.ravel(third)), 0, added
         )
@@ -247,7 +248,7 @@ def compact(
         key = bits_of(tile)
         live = (key > 0) & (key >= low) & (key < high)
         place = left[:, None] + tl.cumsum(live.to(tl.int32), 1) - 1
-        # Every thread has read before any overwrites.
+        # All threads have loaded before any overwrites.
         tl.debug_barrier()
         tl.store(weights + c[:, None] * CHUNK + place, tile, mask=live)
         left += tl.sum(live.to(tl.int32), 1)
@@ -300,7 +301,7 @@ def search(
             by_one, by_two, by_three = m_one >= wanted, m_two >= wanted, m_three >= wanted
         else:
             by_one, by_two, by_three = n_one >= wanted, n_two >= wanted, n_three >= wanted
-        # The lowest trial that is too high bounds from above, the highest other from below.
+        # Upper bound: the lowest trial that is too high. Lower bound: the highest one that is not.
         high = tl.where(by_one, tl.where(by_two, tl.where(by_three, high, three), two), one)
         at_high = tl.where(
             by_one, tl.where(by_two, tl.where(by_three, at_high, n_three), n_two), n_one
@@ -367,7 +368,7 @@ def limit(
         )
     bound = tl.maximum(low, bits_of(least * top))
     if share < 1.0:
-        # Without a top k all that is listed reaches the bound.
+        # Without top-k, every listed weight reaches the bound.
         at_bound, below, mass = listed, total, reached
         if k > 0:
             _, at_bound, _, below, mass, _ = tally(
@@ -379,14 +380,14 @@ def limit(
             wanted *= total
         if SHARE == 2:
             wanted *= below
-        # The largest is kept whatever the share.
+        # The largest weight is kept even with top_p = 0.
         wanted = tl.maximum(wanted, 1e-300)
         if mass >= wanted:
             bound, at_low, at_high, mass_high, head, count, longest, above = search(
                 weights, head, count, longest, bound, end, at_bound, wanted, above, True, CHUNK
             )
             if at_low - at_high > 1:
-                # Equal weights: kept one after the other while the sum before is less than wanted.
+                # Among equal weights at the bound, keep as many as it takes to reach `wanted`.
                 equal = bound.to(tl.float32, bitcast=True).to(tl.float64)
                 fitting = tl.math.ceil((wanted - mass_high) / equal)
                 room = tl.minimum(fitting, 1073741824.0).to(tl.int32)
@@ -399,7 +400,7 @@ def limit(
     sums, equals = tl.sum(sums, 1), tl.sum(equals, 1)
     before = tl.cumsum(equals, 0) - equals
     taken = tl.minimum(tl.maximum(room - before, 0), equals)
-    # Beyond the last listed weight there are zeros.
+    # A bound of 0 matches the padding after the listed weights: take none of it.
     taken = tl.where(bound > 0, taken, 0)
     weight = bound.to(tl.float32, bitcast=True).to(tl.float64)
     return bound, above + sums + taken.to(tl.float64) * weight, taken, room < (1 << 30)
@@ -411,7 +412,8 @@ def first_beyond(mass, target, place):
     rounding lets none do so, the last that has. 0 if none has."""
     able = mass > 0.0
     beyond = able & (tl.cumsum(mass, 0) > target)
-    # The first, or behind all of them the last, in one search.
+    # One minimum finds the first place beyond target or, if there is none, the last place with
+    # mass.
     order = tl.where(beyond, place, tl.where(able, 0x60000000 - place, 0x60000000))
     found = tl.min(order, 0)
     return tl.where(found < 0x20000000, found, 0x60000000 - found)

@@ -105,7 +105,7 @@ def name_chunks(slots, found, CHUNKS: tl.constexpr, LINES: tl.constexpr):
     s = tl.arange(0, CHUNKS)
     tl.debug_barrier()
     line = tl.load(slots + s, mask=s < found, other=0)
-    # Every thread has read before any writes.
+    # All threads have loaded before any stores.
     tl.debug_barrier()
     tl.store(slots + s, line // LINES)
 
@@ -135,7 +135,7 @@ def collect_lines(
     few ones, if there is room for these, or else in the slots' lists, if these are enough. How many
     they are, and the sum of what is in the slots' lists, float64."""
     slots = counts + CHUNKS
-    # Halves of lines: a number for each thread of a warp.
+    # Half a line gives each thread of a warp one value.
     HALF: tl.constexpr = LINE // 2
     half = tl.arange(0, 2 * CHUNKS)
     i = half[:, None] % 2 * HALF + tl.arange(0, HALF)[None, :]
@@ -200,7 +200,7 @@ def load_abreast(
     x, chunk, step, width, CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr
 ):
     """`load_chunks`, some of which may lie beyond the row."""
-    # Where every load has a branch of its own, each waits for the one before.
+    # One branch for all loads: with a branch each, every load would wait for the one before.
     if (chunk + (ABREAST - 1) * step + 1) * CHUNK <= width:
         values = load_chunks(x, chunk, step, width, CHUNK, LINES, ABREAST, True)
     else:
@@ -236,7 +236,7 @@ def weigh_chunks(
     """Lists the weights of every step-th chunk of a row at x from `low` > 0 up to `high`; sums
     [2, CHUNKS]: of `weigh_chunk`."""
     for chunk in range(first, chunks, step):
-        # With more of them on their way, their weights would not fit the registers.
+        # One chunk at a time: weights of several would not fit into registers.
         values = load_abreast(x, chunk, step, width, CHUNK, LINES, 1)
         weigh_chunk(
             weights + chunk * CHUNK, counts + chunk, sums + chunk, values, low, high, peak, temp,

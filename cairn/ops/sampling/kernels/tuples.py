@@ -8,5 +8,5 @@ from cairn.ops.gpu import triton
 @triton.jit
 def with_one_more(values, value):
     """A tuple and one value behind it."""
-    # Triton knows no star in a tuple.
+    # Triton does not support unpacking into a tuple.
     return values + (value,)  # noqa: RUF005

@@ -18,7 +18,7 @@ def largest_of(key):
     """The largest of int64 [N] that `preferred` gave, or that stand for none: by maxima of int32,
     which a warp finds in one instruction."""
     high = (key >> 32).to(tl.int32)
-    # Not negative, so that as an int32 it is in the same order.
+    # Clear the sign bit: non-negative int32 compare like the unsigned values.
     low = (key & 0x7FFFFFFF).to(tl.int32)
     best = tl.max(high, 0)
     rest = tl.max(tl.where(high == best, low, 0), 0)

@@ -102,7 +102,7 @@ def choose_kernel(
                 kept = -1
         seen = 0
         while kept >= 0:
-            # The best so far come first, as they do in the row.
+            # The `kept` best so far precede the new candidates, as in the row.
             fresh = at - kept
             slot = seen + fresh
             inside = slot < amount
