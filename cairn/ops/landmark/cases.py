@@ -240,8 +240,7 @@ def _(make: Make) -> Cases:
         # All scores are equal: integers, whose sums are exact in any order of addition.
         equal, whole = torch.ones_like(key), make.randint(-3, 4, *z.shape).to(dtype)
         yield make.args(whole, equal, None, lse, *where, num_kv_heads=groups)
-        # Long rows with repeated pages: ties again, with more candidates than one block holds, then
-        # more than the list of blocks holds.
+        # Long rows with repeated pages: ties again, with few and with many blocks of candidates.
         fourths = make.randint(-8, 9, pages, heads, 16).to(dtype) / 4
         for width, topk in ((700, 3), (700, 20), (4200, 20)):
             table = make.randint(0, pages - 2, 2, width, dtype=torch.int32)

@@ -151,7 +151,8 @@ def accepts(lmk_q: Tensor, summary_key: Tensor, page_table: Tensor, groups: int,
         lmk_q.is_contiguous()
         and lmk_q.dtype == summary_key.dtype
         and summary_key.stride(2) == 1
-        # Kernels compute offsets within one page's keys of all heads in 32 bits.
+        # Storage is head-major (a head's keys of all pages, then the next head's), and kernels
+        # compute offsets in it in 32 bits.
         and summary_key.stride(1) * summary_key.shape[1] < 1 << 31
         and heads % summary_key.shape[1] == 0
         and 16 <= dim <= 256
