@@ -105,6 +105,19 @@ def test_few_frames_change_no_bit() -> None:
         same_schedule([build("landmarks"), tiered("landmarks", 5)])
 
 
+@gpu
+def test_decode_through_frames_gives_the_bits_of_pages() -> None:
+    """Prompts run in chunks of few tokens, which the decode step's kernels take as well."""
+    options = ON_GPU | {"chunked_prefill_size": 16}
+    engines = [build("landmarks", **options), tiered("landmarks", 100, **options)]
+    prompts = [text(seed, 150 + 20 * seed, engines[0].spec.vocab_size) for seed in range(3)]
+    plain, found = (run(built, prompts, greedy(24)) for built in engines)
+    for one, other in zip(plain, found, strict=True):
+        assert one.tokens == other.tokens and np.array_equal(one.logprobs, other.logprobs)
+    hits, misses, _ = engines[1].runner.pools.frame_traffic()
+    assert hits > misses > 0
+
+
 def test_a_page_that_is_written_anew_leaves_its_frame() -> None:
     """Requests that share nothing take each other's pages, of which many are still in frames."""
     options = {"enable_prefix_caching": False}
