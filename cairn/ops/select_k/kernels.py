@@ -19,8 +19,8 @@ from a power of two to the next."""
 
 @triton.jit
 def ordered(value):
-    """float32 as uint32 of the same order, of which none is the last: above it is another. (Devices
-    make a NaN of ones alone.)"""
+    """float32 as uint32 with the same order. The largest uint32 stands for no float that a device
+    computes (it is a NaN with all bits set)."""
     bits = tl.minimum((value + 0.0).to(tl.int32, bitcast=True), 0x7FFFFFF0)
     flipped = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return flipped.to(tl.uint32, bitcast=True) ^ 0x80000000
@@ -29,7 +29,7 @@ def ordered(value):
 @triton.jit
 def largest(value, inside, total, count, N: tl.constexpr):
     """Which of value [N] float32 are among the `count` largest inside (of equal ones the first),
-    their places 0 .. in order of position, and how many they are.
+    their ranks 0 .. by position, and how many they are.
 
     Args:
         total: how many are inside; a larger number will do if at least `count` are.
@@ -41,11 +41,10 @@ def largest(value, inside, total, count, N: tl.constexpr):
 
 @triton.jit
 def largest_from(key, inside, low, high, reach, total, count, N: tl.constexpr):
-    """`largest`, of `ordered` keys; inside all of them reach low, none high.
+    """`largest` of `ordered` keys; all keys inside are >= low, none is >= high.
 
     Args:
-        reach: how far from low the search looks at first, where N > 1024, or None. For what lies
-            near to low.
+        reach: how far above low the search starts, where N > 1024, or None. For results near low.
     """
     wanted = tl.minimum(count, total)
     # Invariant: at least `wanted` keys are >= low, and at_high < wanted keys are >= high.
@@ -114,8 +113,8 @@ def largest_from(key, inside, low, high, reach, total, count, N: tl.constexpr):
 
 @triton.jit
 def reached_by(key, wanted, enough):
-    """A number that `wanted` of key [N] int32 >= 0 reach, and not more than `enough` of them, but
-    for equal ones."""
+    """A number such that at least `wanted` and, ties aside, at most `enough` of key [N] int32 >= 0
+    are >= it."""
     low = 0
     high = tl.max(key, 0) + 1
     reach = enough + 1
@@ -137,8 +136,8 @@ def reached_by(key, wanted, enough):
 
 @triton.jit
 def candidates_of(lengths, starts, row, width):
-    """Where a row begins, and the first position that is a candidate and the one behind the last:
-    what would lie outside of the row is passed over."""
+    """(start of the row's candidates; first candidate and end of candidates, relative to it),
+    clipped to the row."""
     start = 0
     if starts is not None:
         start = tl.load(starts + row)
@@ -172,12 +171,10 @@ def bound_kernel(
     ROOM: tl.constexpr, SAMPLE: tl.constexpr, SURE: tl.constexpr, NAN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """floors [B] float32: what topk scores of a row reach, and not many others; with top_k [B] a
-    number of its own for each row. NaN counts as NAN.
-
-    The scores at SAMPLE positions tell, by SURE standard deviations. Of rows that have no more than
-    ROOM candidates nobody asks.
-    """
+    """floors [B] float32: a value that at least topk scores of the row reach, and not many others,
+    estimated from a sample of SAMPLE scores with a margin of SURE standard deviations; with top_k
+    [B] each row has its own k. NaN counts as NAN. Rows with at most ROOM candidates have no
+    floor."""
     launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     start, first, end = candidates_of(lengths, starts, row, width)
@@ -248,12 +245,10 @@ def list_kernel(
 
 @triton.jit
 def take_lists(counts, amount, topk, ROOM: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Of every list [CHUNKS] of a row how many lie above, how many of its equal ones are taken, and
-    how many are taken from the lists in front of it; and from all of them.
-
-    All above are taken, and of the equal ones the first, if the others are less than topk. A row of
-    no more candidates than ROOM has none.
-    """
+    """Per list of a row [CHUNKS]: the number of entries above the bound, the number of equal ones
+    that are taken, and the number taken from earlier lists; and the total taken. All entries above
+    are taken, then the first equal ones up to topk. A row with at most ROOM candidates has no
+    lists."""
     c = tl.arange(0, CHUNKS)
     count = tl.load(counts + c, mask=(amount > ROOM) & (c * CHUNK < amount), other=0)
     above = count & 0xFFFF
@@ -272,8 +267,9 @@ def load_listed(
     lists, above, level, begins, slot, inside, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     SETTLED: tl.constexpr,
 ):  # fmt: skip
-    """Positions number slot [N] among those taken from a row's lists, of each first those above;
-    and with SETTLED where each comes in the order of all. The rest: of `take_lists`."""
+    """The positions of entries slot [N] of those taken from a row's lists, each list's entries
+    above the bound first; with SETTLED also each one's rank by position. The other arguments: as
+    returned by `take_lists`."""
     chunk = tl.zeros_like(slot)
     step = tl.full([], CHUNKS // 2, tl.int32)
     while step > 0:
@@ -296,8 +292,8 @@ def load_listed(
 
 @triton.jit
 def best_of(value, inside, least, listed, total, topk, N: tl.constexpr):
-    """What `largest` gives; listed: inside all reach the key `least`, and what is chosen lies close
-    above it."""
+    """`largest`; with `listed`, all keys inside are >= `least`, and the chosen ones lie close above
+    it."""
     key = tl.where(inside, ordered(value), 0)
     low = least
     high = tl.full([], 0xFFFFFFFF, tl.uint32)
@@ -311,8 +307,8 @@ def best_of(value, inside, least, listed, total, topk, N: tl.constexpr):
 
 @triton.jit
 def least_in_row(score, row, width, stride, wanted, ROOM: tl.constexpr, NAN: tl.constexpr):
-    """The key of `ordered` of the wanted-th largest number of a row, by passes over all of it: one
-    for each bit of a key."""
+    """The `ordered` key of the wanted-th largest number of a row, by passes over the whole row, one
+    per bit of the key."""
     least = tl.full([], 0, tl.uint32)
     bit = tl.full([], 0x80000000, tl.uint32)
     at = tl.arange(0, ROOM)

@@ -13,7 +13,7 @@ from cairn.ops.select_k.tuning import TUNING
 
 
 class Lists(NamedTuple):
-    """What may be among the best of each row: see `bound_kernel` and `list_kernel`."""
+    """Candidates of each row's k largest, as written by `bound_kernel` and `list_kernel`."""
 
     floors: Tensor
     lists: Tensor
@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(width: int, topk: int) -> Sizes:
-    """Of rows of this width, of which about topk are selected."""
+    """Sizes for rows of this width, of which about topk are selected."""
     room = max(TUNING.least_room, gpu.next_power_of_2(topk + topk // 2))
     room = min(room, gpu.next_power_of_2(max(32, width)))
     chunk = max(
@@ -45,12 +45,12 @@ def sizes_of(width: int, topk: int) -> Sizes:
 
 
 def warps_of(block: int) -> int:
-    """Of a program that handles so many numbers at once."""
+    """Warps of a program that handles this many elements at once."""
     return max(1, min(32, block // 256))
 
 
 def registers_of(programs: int, device: torch.device) -> dict[str, int]:
-    """An option that limits the registers of threads where programs share multiprocessors."""
+    """The launch option that limits registers per thread where programs share multiprocessors."""
     return {"maxnreg": TUNING.registers} if programs > gpu.processors(device) else {}
 
 

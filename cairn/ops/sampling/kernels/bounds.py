@@ -1,7 +1,7 @@
-"""Between which weights, as bits, the threshold of a row's filters lies: see `filters`.
+"""Bounds, as bits, on the threshold of a row's filters: see `filters`.
 
-All that a top k keeps reaches what as many maxima of lines do. Of a share the maxima may tell too,
-where few lines have it; or else a sample of the row does.
+Top-k: the k-th largest line maximum is a lower bound. Top-p: the line maxima give a bound where few
+lines hold the mass; otherwise a sample of the row does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from cairn.ops.select_k.kernels import reached_by
 
 @triton.jit
 def wanted_of(share, total, SHARE: tl.constexpr):
-    """The sum up to which a row without a top k keeps weights: the largest whatever the share."""
+    """The sum that the kept weights of a row without top-k must reach; > 0, so that the largest
+    weight is kept whatever the share."""
     wanted = share.to(tl.float64)
     if SHARE > 0:
         wanted *= total
@@ -22,22 +23,22 @@ def wanted_of(share, total, SHARE: tl.constexpr):
 
 @triton.jit
 def load_tops(tops, row, lines, N: tl.constexpr):
-    """The maxima of a row's lines [N]; -inf beyond the last."""
+    """The line maxima of a row [N], padded with -inf."""
     i = tl.arange(0, N)
     return tl.load(tops + row * lines + i, mask=i < lines, other=float("-inf"))
 
 
 @triton.jit
 def keys_of(top, peak, temp, lines, SOFTMAX: tl.constexpr):
-    """The largest weights of a row's lines as bits, of `load_tops`; 0 beyond the last."""
+    """The largest weight of each line as bits, from the output of `load_tops`; padded with 0."""
     inside = tl.arange(0, top.shape[0]) < lines
     return tl.where(inside, bits_of(tl.maximum(weight_of(top, peak, temp, SOFTMAX), 0.0)), 0)
 
 
 @triton.jit
 def tally_lines(line_keys, one, two, three):
-    """The sums, float32, of what of line_keys [N] reaches each of three numbers, all as bits; and
-    how many reach the second and the third."""
+    """Of line_keys [N]: the sums, float32, of those >= one, two and three, and the counts of those
+    >= two and three. All are bits of weights."""
     first, second, third = line_keys >= one, line_keys >= two, line_keys >= three
     value = line_keys.to(tl.float32, bitcast=True)
     by_one, by_two = tl.where(first, value, 0.0), tl.where(second, value, 0.0)
@@ -51,12 +52,12 @@ def tally_lines(line_keys, one, two, three):
 
 @triton.jit
 def floor_by_lines(line_keys, floor, end, share, wanted, CHUNKS: tl.constexpr, MOST: tl.constexpr):
-    """A weight, as bits, that all which is kept of a row without a top k reaches, and a number that
-    the lines which reach it do not exceed: CHUNKS or less, if that is found, or not much more than
-    it takes. More than MOST if it takes more, or the lines' largest weights do not tell.
+    """A lower bound, as bits, on the weights kept by top-p, and the number of lines whose maximum
+    is at or above it: at most CHUNKS where such a bound is found, otherwise at most MOST; more than
+    MOST if line maxima alone give no bound.
 
-    line_keys: `keys_of` the row's lines, below end; floor: what surely is reached; wanted: of the
-    row's sum.
+    line_keys: as returned by `keys_of`, below end; floor: a known lower bound; wanted: the sum that
+    the kept weights must reach.
     """
     low, high = floor, end
     found, beyond = tl.full([], MOST + 1, tl.int32), tl.full([], 0, tl.int32)
@@ -88,8 +89,8 @@ def floor_of(
     line_keys, peak, temp, total, count, share, least, width, lines,
     CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """A weight, as bits, that all weights which the row's filters keep reach, and few others: of
-    CHUNKS lines at most, if that is possible. line_keys: `keys_of` the row's lines, where count >
+    """A lower bound, as bits, on the weights that the row's filters keep, at or above which at most
+    CHUNKS line maxima lie where possible. line_keys: as returned by `keys_of`, used where count >
     0."""
     floor = weight_of(peak, peak, temp, SOFTMAX) * least
     if count > 0:
@@ -115,8 +116,8 @@ def sample_of(
     x, peak, temp, width, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SAMPLE: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """The first SAMPLE weights of every chunk of a row at x, as parts of its largest, and how many
-    numbers of the row each stands for."""
+    """(The first SAMPLE weights of every chunk of a row at x, relative to the row's largest; the
+    number of row elements per sampled one.)"""
     i = tl.arange(0, CHUNKS * SAMPLE)
     place = i // SAMPLE * CHUNK + i % SAMPLE
     inside = place < width
@@ -138,10 +139,10 @@ def both_added(a, b, c, d):
 
 @triton.jit
 def sides_of(weight, stands_for, trial, top, spare, SURE: tl.constexpr):
-    """Whether all weights below each trial [N], as bits, surely sum up to less than `spare`, and
-    whether surely to more: by SURE standard deviations of what a sample tells.
+    """For each trial value [N], as bits: whether the sum of all smaller weights is less than
+    `spare`, and whether it is more, each by SURE standard deviations of the sample's estimate.
 
-    weight, stands_for: of `sample_of`; spare: a part of the largest weight, `top`.
+    weight, stands_for: as returned by `sample_of`; spare: relative to the largest weight, `top`.
     """
     bound = trial.to(tl.float32, bitcast=True) / top
     below = tl.where(weight[None, :] < bound[:, None], weight[None, :], 0.0)
@@ -153,9 +154,10 @@ def sides_of(weight, stands_for, trial, top, spare, SURE: tl.constexpr):
 
 @triton.jit
 def guess_of(weight, stands_for, spare, top, floor, end, SURE: tl.constexpr, TRIALS: tl.constexpr):
-    """Bounds, as bits, between which the sum of all weights below surely gets to `spare`, or floor
-    and end; of TRIALS between these, and then twice of as many next to what is found, half of them
-    for each bound. The rest: of `sides_of`."""
+    """Bounds, as bits, between which the running sum of weights in ascending order passes `spare`
+    according to the sample; floor and end where it does not tell. Tests TRIALS values evenly spaced
+    in the interval, then refines twice, half of the trials next to each bound. The other arguments
+    are those of `sides_of`."""
     j = tl.arange(0, TRIALS)
     HALF: tl.constexpr = TRIALS // 2
     low, high = floor, end
@@ -173,7 +175,8 @@ def guess_of(weight, stands_for, spare, top, floor, end, SURE: tl.constexpr, TRI
 
 @triton.jit
 def bound_of(low, temp, SOFTMAX: tl.constexpr):
-    """From where on numbers may weigh `low` or more, as bits: all that do are, as `height_of`."""
+    """The lowest value, in the units of `height_of`, whose weight may be >= low (bits), with a
+    margin for rounding."""
     weight = low.to(tl.float32, bitcast=True)
     bound = weight
     if SOFTMAX:
@@ -185,5 +188,5 @@ def bound_of(low, temp, SOFTMAX: tl.constexpr):
 
 @triton.jit
 def height_of(value, peak, SOFTMAX: tl.constexpr):
-    """What weights follow from: how far logits lie from the largest, or probabilities."""
+    """The quantity that weights grow with: logit minus peak, or the probability."""
     return value - peak if SOFTMAX else value

@@ -1,4 +1,5 @@
-"""Lists of rows that are filtered, see `lists`, and their tokens."""
+"""Lists of the weights near the threshold of filtered rows, see `lists`, and the tokens drawn from
+them."""
 
 from __future__ import annotations
 
@@ -40,9 +41,9 @@ def draw_from_lines(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SLICE: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row at x of which the lines that reach `low` have all that is kept, if that is
-    FEW at most; else -2, whether it is listed instead, and the sum. With FEW = 0 it is listed.
-    line_keys: `keys_of` the row's lines."""
+    """Draw the token of a row at x whose kept weights all lie in the lines with a maximum >= low.
+    Returns (the token, or -2 where more than FEW weights are listed or FEW = 0; whether they are in
+    the row's lists instead; their sum). line_keys: as returned by `keys_of`."""
     token = tl.full([], -2, tl.int32)
     found = keep_hits((line_keys >= low) & (line_keys > 0), counts, CHUNKS)
     several, reached = collect_lines(
@@ -60,7 +61,7 @@ def draw_from_lines(
 
 @triton.jit
 def is_last(arrivals):
-    """Whether the other programs of a row have all been here: what they stored can be loaded."""
+    """Whether all other programs of the row have arrived, so that their stores can be loaded."""
     # All threads' stores precede the arrival that one of them signals.
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
@@ -75,10 +76,11 @@ def collect_between(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr,
     WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Lists this program's chunks from `low` up to `high`, or all if it is alone; `many`: numbers
-    are larger than low. The last program of a row weighs all; and if the sum from the largest
-    weight down gets to what is wanted elsewhere between floor and end, it lists that, alone.
-    Returns whether this is the last, its lists' bounds, and what `weigh_lists` does."""
+    """List this program's chunks in [low, high), or all chunks if it is `alone`; many: most values
+    are >= low, so weights are listed at once. The last program of the row to arrive sums up; if the
+    threshold turns out to lie outside [low, high), it lists all chunks again between the other
+    bounds, up to floor or end. Returns (whether this is the last program, the lists' bounds, and
+    the results of `weigh_lists`)."""
     above, reached = tl.zeros([CHUNKS], tl.float64), tl.full([], 0.0, tl.float64)
     last = alone
     missing = tl.full([], True, tl.int1)
@@ -127,9 +129,9 @@ def collect_row(
     SLICE: tl.constexpr, MOST_LINES: tl.constexpr, ABREAST: tl.constexpr, WIDTH: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Lists of a row at x that is filtered, SHARED: by a share, maybe. Returns its token instead,
-    or else -2, whether this program is the one that finds all its lists done, whether they are of
-    lines, their bounds, and what `weigh_lists` does."""
+    """List the weights near the threshold of a filtered row at x, or draw its token at once;
+    SHARED: top-p may be set. Returns (the token, or -2; whether this program found all lists
+    complete; whether they are lists of lines; their bounds; the results of `weigh_lists`)."""
     total = tl.sum(mass, 0)
     top = weight_of(peak, peak, temp, SOFTMAX)
     lines = chunks * (CHUNK // LINE)
@@ -195,17 +197,17 @@ def collect_kernel(
     WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
     MOST_LINES: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [n]: the first token whose running kept weight exceeds a uniform number times the sum, as
-    of `draw_kernel`.
+    """out [n]: the first token whose running kept weight exceeds a uniform number times the kept
+    sum; drawn like in `draw_kernel`.
 
-    Written where it is needed: the row's lists of weights > 0 between two bounds. counts
-    [n, CHUNKS + MOST_LINES] int32: of each list, and then its chunk if that is another, or which
-    lines there are; weights [n, CHUNKS, CHUNK]: the first counts of each list in some order; sums
-    [n, 2, CHUNKS] float64: of `weigh_chunks`. Rows that are not filtered, or not finite, have no
-    lists. arrivals [n] int32: 0 at first.
+    Scratch, written where needed: the row's lists of weights > 0 between two bounds. counts [n,
+    CHUNKS + MOST_LINES] int32: the length of each list, then the chunk of each list, or the lines
+    found; weights [n, CHUNKS, CHUNK]: the entries of each list, in any order; sums [n, 2, CHUNKS]
+    float64: as written by `weigh_chunks`. Rows that are not filtered, or not finite, have no lists.
+    arrivals [n] int32: 0 at first.
 
-    peaks to arrivals: of `survey_kernel`. few_keys [n, FEW] int64, few_weights [n, FEW]: room for
-    `draw_few`, or None without a top k.
+    peaks to arrivals: as written by `survey_kernel`. few_keys [n, FEW] int64, few_weights [n, FEW]:
+    scratch of `draw_few`, or None without top-k.
     """
     await_previous(PDL)
     row = tl.program_id(1).to(tl.int64)

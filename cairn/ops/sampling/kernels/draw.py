@@ -38,8 +38,8 @@ def argmax_kernel(peaks, firsts, out, chunks, CHUNKS: tl.constexpr, PDL: tl.cons
 
 @triton.jit
 def kept_of(x, place, whole, peak, temp, threshold, last, width, SOFTMAX: tl.constexpr):
-    """Weights float64 at places of a row at x, 0 where they are not kept: those above the threshold
-    are, and those equal to it up to `last`. whole: the row has all of these places."""
+    """The kept weights at places of a row at x, float64, 0 elsewhere: those above the threshold,
+    and those equal to it up to place `last`. whole: all places lie inside the row."""
     inside = place < width
     if whole:
         value = tl.load(x + place)
@@ -57,9 +57,9 @@ def draw_kept(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SOFTMAX: tl.constexpr,
     FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """Where the running sum of what a row at x keeps first exceeds the target: in which chunk, then
-    in which RUN numbers of it, then where. mass [CHUNKS] float64: what the chunks keep; threshold,
-    last: as of `kept_of`; the rest: of `summary_of`."""
+    """The place where the running sum of a row's kept weights first exceeds target: found by chunk,
+    then by run of RUN elements, then by element. mass [CHUNKS] float64: the kept sum of each chunk;
+    threshold, last: as in `kept_of`; the other arguments: as returned by `summary_of`."""
     c = tl.arange(0, CHUNKS)
     chunk = first_beyond(mass, target, c)
     target -= tl.sum(tl.where(c < chunk, mass, 0.0), 0)
@@ -85,8 +85,8 @@ def draw_plain(
     x, firsts, peaks, row, peak, chunk_peak, scale, mass, finite, temp, fraction, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, RUN: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row at x that has no filters or is not finite, from what `summary_of` tells;
-    -1 where its sum is no number > 0."""
+    """The token of a row at x without filters, or that is not finite, from the output of
+    `summary_of`; -1 where the row's sum is 0, infinite or NaN."""
     token = tl.full([], -1, tl.int32)
     if temp == 0.0:
         token = most_likely(peaks, firsts, row, chunks, CHUNKS)
@@ -108,8 +108,8 @@ def draw_kernel(
 ):  # fmt: skip
     """out [n]: the first token whose running weight exceeds a uniform number times the sum.
 
-    uniform [n] float32, or None and seed, index [n] int64. `rows` [n] says which row each is of, or
-    is None.
+    uniform [n] float32, or None and seed, index [n] int64. rows [n]: the row that each output is
+    drawn from, or None: one output per row.
     """
     await_previous(PDL)
     number = tl.program_id(0).to(tl.int64)
@@ -135,9 +135,9 @@ def draw_listed(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row at x that has lists, which `collect_kernel` describes; -1 where the sum of
-    what is kept is no number > 0. WIDTH: weights of every list that are held at once; fraction: of
-    the kept sum, a uniform number; the rest as of `limit` and `summary_of`."""
+    """The token of a row at x that has lists, as `collect_kernel` describes; -1 where the row's sum
+    is 0, infinite or NaN. WIDTH: elements of each list held in registers; fraction: a uniform
+    number, of the kept sum; the other arguments: as in `limit` and `summary_of`."""
     threshold, mass, taken, partly = limit_of(
         counts, weights, by_line, above, reached, weight_of(peak, peak, temp, SOFTMAX), low, high,
         count, share, least, tl.sum(mass, 0), CHUNKS, CHUNK, WIDTH, SHARE,

@@ -1,4 +1,4 @@
-"""The draw from a row of which few numbers can be kept: each is compared with all others."""
+"""Drawing from a row of which few weights can be kept: each is compared with all others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from cairn.ops.sampling.kernels.filters import bits_of, first_beyond
 
 @triton.jit
 def list_few(keys, weight, place, listed, already, FEW: tl.constexpr):
-    """Write those of the lines' weights [N, LINE] that are listed behind what is in a list already,
-    with their places, if all are FEW at most; how many they are.
+    """Append the weights [N, LINE] with `listed` set, and their places, to a list of `already`
+    keys, if all fit into FEW. Returns their total number.
 
-    A key, int64, has both: the larger weight has the larger key, of equal ones the first one.
+    An int64 key holds both: a larger weight has a larger key, and of equal weights the first place.
     """
     key = bits_of(weight).to(tl.int64) << 32 | (0x7FFFFFFF - place)
     listed = listed.to(tl.int32)
@@ -38,8 +38,8 @@ def place_in(key):
 
 @triton.jit
 def ranks_of(keys, key, listed, FEW: tl.constexpr, SLICE: tl.constexpr):
-    """How many of a list come before each of its keys [FEW]: from the largest weight down, and in
-    the order of their places."""
+    """For each key [FEW] of a list: its rank by descending weight (ties by place), and its rank by
+    place."""
     packed = tl.zeros([FEW], tl.int32)
     for begin in range(0, listed, SLICE):
         j = begin + tl.arange(0, SLICE)
@@ -56,10 +56,10 @@ def draw_few(
     keys, weights, listed, top, k, share, least, total, fraction,
     SHARE: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row all of whose kept weights are in one list of `listed` keys, in any order.
-    The list is changed; weights [FEW] float32 is written.
+    """The token of a row whose kept weights are all in one list of `listed` keys, in any order. The
+    list is changed; weights [FEW] float32 is scratch.
 
-    top, k, share, least, total, SHARE: as of `limit`; fraction: of the kept sum, a uniform number.
+    top, k, share, least, total, SHARE: as in `limit`; fraction: a uniform number, of the kept sum.
     """
     # Barriers separate stores from other threads' loads, and those loads from the stores that
     # overwrite them.

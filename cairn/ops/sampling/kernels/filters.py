@@ -1,13 +1,14 @@
-"""Thresholds of probability filters, without sorting.
+"""Thresholds of probability filters (top-k, top-p, min-p), without sorting.
 
 A row of weights (probabilities, or exp((logit - largest) / temperature)) is split into CHUNKS
-chunks. `survey_kernel` takes each chunk's maximum and sum, and where rows are filtered the maxima
-of lines of LINE weights each. From these, or else for a share from a sample of the row,
-`collect_kernel` (see `collect`) has bounds of the threshold, and lists weights between. `limit`
-then searches for the threshold in the lists of a row, by counting and summing what reaches three
-trial values at a time; a row of which few can be kept needs no search (see `few`).
+chunks, and a chunk into lines of LINE weights. `survey_kernel` computes each chunk's maximum and
+sum and, where a row is filtered, each line's maximum. From the line maxima, or for top-p from a
+sample of the row, `collect_kernel` (see `collect`) bounds the threshold and lists the weights
+between the bounds. `limit` then searches the lists for the threshold, counting and summing the
+weights at or above three trial values at a time; a row of which few weights can be kept needs no
+search (see `few`).
 
-Weights are compared by their bits as integers, which have the order of floats >= 0. Sums are in
+Weights are compared by their bits as integers, whose order is that of floats >= 0. Sums are in
 float64, in an order that depends on the row alone.
 """
 
@@ -19,8 +20,8 @@ from cairn.ops.pdl import await_previous, launch_next
 
 @triton.jit
 def weight_of(value, peak, temperature, SOFTMAX: tl.constexpr):
-    """What is filtered and drawn: a probability as it is, or SOFTMAX: exp((logit - peak) /
-    temperature)."""
+    """The weight that is filtered and drawn: a probability as it is, or with SOFTMAX exp((logit -
+    peak) / temperature)."""
     if SOFTMAX:
         # exp by exp2, which maps to one hardware instruction.
         return tl.exp2((value - peak) * tl.div_rn(1.4426950408889634, temperature))
@@ -29,13 +30,13 @@ def weight_of(value, peak, temperature, SOFTMAX: tl.constexpr):
 
 @triton.jit
 def bits_of(weight):
-    """float32 >= 0 as int32 of the same order."""
+    """float32 >= 0 as an int32 with the same order."""
     return weight.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def ordered(value):
-    """Any float as an int32 of the same order, NaN as the largest."""
+    """Any float as an int32 with the same order, NaN as the largest."""
     wide = value.to(tl.float32) + 0.0
     bits = wide.to(tl.int32, bitcast=True)
     return tl.where(wide != wide, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
@@ -77,8 +78,8 @@ def filters_of(top_k, top_p, min_p, row, width):
 
 @triton.jit
 def load_chunk(x, chunk, width, CHUNK: tl.constexpr, BEYOND: tl.constexpr):
-    """A chunk of a row, float32; BEYOND behind the row's end. Evicted first: the lists made of it
-    should stay in the cache."""
+    """A chunk of a row in float32, padded with BEYOND. Loaded with evict_first, so that the lists
+    made of it stay in L2."""
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     if (chunk + 1) * CHUNK <= width:
         value = tl.load(x + place, eviction_policy="evict_first")
@@ -89,8 +90,9 @@ def load_chunk(x, chunk, width, CHUNK: tl.constexpr, BEYOND: tl.constexpr):
 
 @triton.jit
 def store_tops(tops, at, value, CHUNK: tl.constexpr, LINE: tl.constexpr):
-    """Maxima of the lines of the at-th chunk [CHUNK]. A line is four runs of adjacent numbers: a
-    thread holds whole runs, and a line lies in few memory sectors."""
+    """Store the maxima of the lines of chunk `at`, given its values [CHUNK]. A line consists of
+    four runs of adjacent elements: a thread holds whole runs, and a line touches few memory
+    sectors."""
     lines: tl.constexpr = CHUNK // LINE
     top = tl.max(tl.max(tl.reshape(value, [4, lines, LINE // 4]), 0), 1)
     tl.store(tops + at * lines + tl.arange(0, lines), top)
@@ -147,8 +149,8 @@ def survey_kernel(
 
 @triton.jit
 def summary_of(peaks, masses, row, temp, chunks, CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr):
-    """Of a row: its peak, the chunks' peaks [CHUNKS], what scales their sums to the row's peak,
-    their sums, scaled, and whether the row is finite."""
+    """(peak of the row; chunk peaks [CHUNKS]; factors [CHUNKS] that scale chunk sums to the row's
+    peak; the scaled chunk sums; whether the row is finite)."""
     c = tl.arange(0, CHUNKS)
     own = c < chunks
     chunk_peak = tl.load(peaks + row * chunks + c, mask=own, other=float("-inf"))
@@ -164,8 +166,8 @@ def summary_of(peaks, masses, row, temp, chunks, CHUNKS: tl.constexpr, SOFTMAX: 
 
 @triton.jit
 def load_head(weights, count, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """[CHUNKS, WIDTH] first weights of each list, 0 behind its end. Loads without a mask, so that
-    the loads do not wait for the counts."""
+    """The first WIDTH weights of each list, [CHUNKS, WIDTH], padded with 0. The loads have no mask,
+    so that they need not wait for the counts."""
     c = tl.arange(0, count.shape[0])
     j = tl.arange(0, WIDTH)
     tile = tl.load(weights + c[:, None] * CHUNK + j[None, :])
@@ -174,7 +176,7 @@ def load_head(weights, count, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_list(weights, count, begin, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """[CHUNKS, WIDTH] weights from the begin-th of each list on, 0 beyond the last."""
+    """WIDTH weights of each list from index `begin` on, [CHUNKS, WIDTH], padded with 0."""
     c = tl.arange(0, count.shape[0])
     j = begin + tl.arange(0, WIDTH)
     at = weights + c[:, None] * CHUNK + j[None, :]
@@ -183,8 +185,8 @@ def load_list(weights, count, begin, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def reached(tile, one, two, three, MASS: tl.constexpr):
-    """Flags of the weights of a tile that reach each of three numbers, 10 bits apart in an int32;
-    with MASS also these weights."""
+    """Which weights of a tile are >= one, two and three: flags packed 10 bits apart into an int32;
+    with MASS also the weights themselves, 0 where lower."""
     key = bits_of(tile)
     reach = (key >= one).to(tl.int32) + ((key >= two).to(tl.int32) << 10)
     reach += (key >= three).to(tl.int32) << 20
@@ -205,7 +207,8 @@ def added(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def tally(weights, head, count, longest, one, two, three, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of a row's list reach each of three numbers, int64, and with MASS their sums."""
+    """How many weights of a row's lists are >= one, two and three, int64, and with MASS their
+    sums."""
     WIDTH: tl.constexpr = head.shape[1]
     reach, first, second, third = reached(head, one, two, three, MASS)
     for begin in range(WIDTH, longest, WIDTH):
@@ -234,8 +237,9 @@ def compact(
     weights, count, longest, low, high, peak, temp,
     CHUNK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Leave 0 < low <= weight < high in a row's lists, of what weighs as `weight_of` says: how many
-    are left, and of each list, float64, the sum above and the sum of these."""
+    """Keep the entries 0 < low <= weight < high of a row's lists, in place; SOFTMAX: entries are
+    logits and become weights. Returns (counts [CHUNKS]; per list, float64, the sum of weights >=
+    high and the sum of those kept)."""
     c = tl.arange(0, count.shape[0])
     left = count * 0
     above = tl.full([count.shape[0], WIDTH], 0.0, tl.float64)
@@ -263,20 +267,20 @@ def search(
     weights, head, count, longest, low, high, at_low, wanted, above,
     MASS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Narrow [low, high) until one listed weight or one number is left in it.
+    """Narrow [low, high) until it contains one listed weight or one integer.
 
-    Those that reach `low` are `wanted` (MASS: their sum is) or more, those that reach `high` less.
-    Stops early where exactly as many as are wanted reach `low`. A long list shrinks as what is
-    left of it does: it loses what is below, and with MASS what is above.
+    Invariant: the number (MASS: the sum) of weights >= low is at least `wanted`, that of weights >=
+    high is less. Stops early when exactly `wanted` weights are >= low. Long lists are compacted as
+    the interval shrinks: entries below low are dropped, and with MASS those at or above high.
 
     Args:
-        head: [CHUNKS, WIDTH], the beginning of the list; count: [CHUNKS], of the list; longest:
+        head: [CHUNKS, WIDTH], the beginning of the lists; count: [CHUNKS], their lengths; longest:
             the largest count.
-        at_low: int64, how many reach `low` at the beginning; none listed reaches `high`.
-        above: [CHUNKS] float64, the sums of those that do and are not listed.
+        at_low: int64, how many weights are >= low at the beginning; no listed one is >= high.
+        above: [CHUNKS] float64, the sums of weights >= high, which are not listed.
     Returns:
-        low, how many reach low, how many reach high, with MASS the sum of the latter; head, count,
-        longest; above, with the sum of what was taken from each list above.
+        (low; number of weights >= low; number >= high; with MASS the sum of the latter; head;
+        count; longest; above, increased by what was compacted away at or above high).
     """
     at_high = tl.full([], 0, tl.int64)
     mass_high = tl.sum(above, 0)
@@ -333,7 +337,8 @@ def search(
 
 @triton.jit
 def shares_of(tile, threshold):
-    """Of a tile: what is above the threshold, float64, and which weights are equal to it."""
+    """(the tile's weights above the threshold, float64, 0 elsewhere; flags of those equal to
+    it)."""
     key = bits_of(tile)
     above = tl.where(key > threshold, tile, 0.0).to(tl.float64)
     return above, (key == threshold).to(tl.int32)
@@ -344,18 +349,18 @@ def limit(
     weights, head, count, above, reached, top, floor, ceiling, k, share, least, total,
     SHARE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """What a row's filters keep.
+    """The threshold of a row's filters.
 
     Args:
         weights, head, count, above: the row's lists, which are changed, as in `search`.
-        reached: float64, the sum of what is listed and above, if k is 0.
+        reached: float64, the sum of all weights listed or above, if k is 0.
         top: the row's largest weight; floor, ceiling: the bounds of the lists, as bits.
-        k, share, least: as of `filters_of`.
+        k, share, least: the row's top k, top p and min p, as returned by `filters_of`.
         total: float64, the row's sum.
         SHARE: 0: share is a sum of weights; 1: a part of total; 2: a part of the top k's sum.
     Returns:
-        The least weight that is kept, as bits; per list the sum of what is kept, float64, and how
-        many of the weights equal to the least, the first ones; whether that may not be all of them.
+        (the least weight that is kept, as bits; per list the kept sum, float64; per list how many
+        of the weights equal to the least are kept, the first ones; whether that may not be all).
     """
     low = floor
     end = ceiling
@@ -408,8 +413,8 @@ def limit(
 
 @triton.jit
 def first_beyond(mass, target, place):
-    """Where the running sum of mass [N] float64 first exceeds target at a place that has mass; if
-    rounding lets none do so, the last that has. 0 if none has."""
+    """The first place where the running sum of mass [N] float64 exceeds target and mass > 0; if
+    rounding lets none do so, the last place with mass > 0; 0 if there is none."""
     able = mass > 0.0
     beyond = able & (tl.cumsum(mass, 0) > target)
     # One minimum finds the first place beyond target or, if there is none, the last place with

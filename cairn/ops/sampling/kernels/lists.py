@@ -1,11 +1,11 @@
 """Lists of the weights of a row among which a filter's threshold lies: see `filters`.
 
-A row has CHUNKS lists. Mostly they are of its chunks, one each; where few lines hold all that can
-be kept, of these lines. `slots` says to which chunk a list belongs; lists are in the order of the
-chunks. Bounds are weights as bits: what is listed is `low` and more and less than `high`; what a
-chunk has from `high` on is kept whatever else is, and summed. Lists of chunks are at first of
-numbers as the row has them, from `low` on: they are weighed, and left to what lies below `high`,
-when all are there. Where many numbers are larger, they are weighed before they are listed.
+A row has CHUNKS lists: usually one per chunk; where at most CHUNKS lines hold all that can be kept,
+one per such line. `slots` maps a list to its chunk; lists are in the order of the chunks. A list
+holds the weights in [low, high), compared as bits; weights >= high are kept in any case, and only
+their sum is stored. Lists of chunks first hold raw values from `low` on; when all are complete,
+they are converted to weights and those >= high are removed. Where many values are >= low, weights
+are computed before they are listed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cairn.ops.sampling.kernels.tuples import with_one_more
 
 @triton.jit
 def write_list(out, counts, values, hits):
-    """Write those of the values, each [LINES] float32, that are hit, line by line, and how many.
-    Nothing but a running sum of lines goes from thread to thread."""
+    """Store the values, a tuple of [LINES] float32, where hits is set, in thread order, and their
+    number. Only a running sum of per-thread counts crosses threads."""
     each = tl.zeros(values[0].shape, tl.int32)
     for n in tl.static_range(len(values)):
         each += hits[n].to(tl.int32)
@@ -37,8 +37,8 @@ def write_list(out, counts, values, hits):
 def list_chunk(
     numbers, counts, values, first, bound, peak, COUNT: tl.constexpr, SOFTMAX: tl.constexpr
 ):
-    """`write_list` of a chunk's numbers from `bound` of `height_of` on. The chunk is COUNT of the
-    values from the first on."""
+    """`write_list` of a chunk's values whose `height_of` is >= bound. The chunk is the COUNT values
+    from index `first` on."""
     own, hits = (), ()
     for n in tl.static_range(COUNT):
         own = with_one_more(own, values[first + n])
@@ -51,8 +51,8 @@ def weigh_chunk(
     weights, counts, sums, values, low, high, peak, temp,
     CHUNKS: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """`write_list` of the weights of a chunk's values from `low` up to `high`; sums [2, CHUNKS]
-    float64: what the chunk has from there on, and what is listed."""
+    """`write_list` of the weights of a chunk in [low, high); sums [2, CHUNKS] float64: the chunk's
+    sum of weights >= high, and of those listed."""
     above = tl.zeros(values[0].shape, tl.float64)
     among = tl.zeros(values[0].shape, tl.float64)
     own, hits = (), ()
@@ -71,8 +71,8 @@ def weigh_chunk(
 
 @triton.jit
 def keep_hits(hit, counts, CHUNKS: tl.constexpr):
-    """Leave the numbers of the lines that are hit in the slots behind the lists' counts, in order;
-    the lists are empty. How many they are."""
+    """Empty the row's lists and store the indices of the lines with `hit` set, in order, in the
+    slots after the lists' counts. Returns their number."""
     c = tl.arange(0, CHUNKS)
     order = tl.cumsum(hit.to(tl.int32), 0) - 1
     tl.store(counts + c, c * 0)
@@ -83,7 +83,7 @@ def keep_hits(hit, counts, CHUNKS: tl.constexpr):
 
 @triton.jit
 def place_of(line, i, CHUNK: tl.constexpr, LINE: tl.constexpr):
-    """The place in a row of the i-th number of a line, as in `store_tops`."""
+    """The place in the row of element i of a line, laid out as in `store_tops`."""
     lines: tl.constexpr = CHUNK // LINE
     run: tl.constexpr = LINE // 4
     return line // lines * CHUNK + line % lines * run + i // run * (lines * run) + i % run
@@ -91,8 +91,7 @@ def place_of(line, i, CHUNK: tl.constexpr, LINE: tl.constexpr):
 
 @triton.jit
 def list_lines(weights, counts, s, weight, listed, CHUNK: tl.constexpr):
-    """Write those of the lines' weights [N, LINE] that are listed into lists s [N], and how
-    many."""
+    """Store the weights [N, LINE] with `listed` set into lists s [N], and their number."""
     listed = listed.to(tl.int32)
     order = tl.cumsum(listed, 1) - 1
     tl.store(weights + s[:, None] * CHUNK + order, weight, mask=listed > 0)
@@ -101,7 +100,8 @@ def list_lines(weights, counts, s, weight, listed, CHUNK: tl.constexpr):
 
 @triton.jit
 def name_chunks(slots, found, CHUNKS: tl.constexpr, LINES: tl.constexpr):
-    """From lines in the lists' slots to their chunks, of LINES lines each."""
+    """Replace the line index in each list's slot by the index of its chunk, which has LINES
+    lines."""
     s = tl.arange(0, CHUNKS)
     tl.debug_barrier()
     line = tl.load(slots + s, mask=s < found, other=0)
@@ -115,8 +115,8 @@ def load_lines(
     x, slots, s, i, found, low, peak, temp, width,
     CHUNK: tl.constexpr, LINE: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """The i-th weights of the lines in slots s of a row at x, their places, and which are listed:
-    those from `low` on."""
+    """(Elements i of the lines in slots s, as weights; their places; whether they are >= low and >
+    0.)"""
     line = tl.load(slots + s, mask=s < found, other=0)
     place = place_of(line[:, None], i, CHUNK, LINE)
     inside = (s < found)[:, None] & (place < width)
@@ -131,9 +131,9 @@ def collect_lines(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, FEW: tl.constexpr,
     SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Lists the weights of a row at x from `low` on, those of the `found` lines that slots name: as
-    few ones, if there is room for these, or else in the slots' lists, if these are enough. How many
-    they are, and the sum of what is in the slots' lists, float64."""
+    """List the weights >= low of the `found` lines in the row's slots: as keys in `few_keys`, if
+    they are FEW at most; else in the row's lists, if there are enough of these. Returns (their
+    number, the sum of those in the row's lists, float64)."""
     slots = counts + CHUNKS
     # Half a line gives each thread of a warp one value.
     HALF: tl.constexpr = LINE // 2
@@ -175,9 +175,9 @@ def load_chunks(
     x, chunk, step, width,
     CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """ABREAST chunks of a row at x, each `step` behind the one before, in a tuple of [LINES]
-    float32; -inf beyond the row. INSIDE: nothing is. What is found of them shall stay in the cache
-    rather than they."""
+    """ABREAST chunks of a row at x, `step` chunks apart, as a tuple of [LINES] float32, padded with
+    -inf. INSIDE: no padding is needed. Loaded with evict_first, so that the lists made of them stay
+    in L2."""
     values = ()
     i = tl.arange(0, LINES)
     for n in tl.static_range(ABREAST):
@@ -199,7 +199,7 @@ def load_chunks(
 def load_abreast(
     x, chunk, step, width, CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr
 ):
-    """`load_chunks`, some of which may lie beyond the row."""
+    """`load_chunks` with INSIDE decided at run time."""
     # One branch for all loads: with a branch each, every load would wait for the one before.
     if (chunk + (ABREAST - 1) * step + 1) * CHUNK <= width:
         values = load_chunks(x, chunk, step, width, CHUNK, LINES, ABREAST, True)
@@ -213,8 +213,8 @@ def collect_chunks(
     x, counts, numbers, low, peak, temp, width, chunks, first, step,
     CHUNK: tl.constexpr, LINES: tl.constexpr, ABREAST: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Lists the numbers of every step-th chunk of a row at x that weigh `low` > 0 or more, and
-    maybe some others. ABREAST: so many chunks are on their way at a time."""
+    """List the values of every step-th chunk of a row at x whose weight may be >= low > 0. ABREAST:
+    chunks loaded at a time."""
     bound = bound_of(low, temp, SOFTMAX)
     COUNT: tl.constexpr = CHUNK // LINES
     for begin in range(first, chunks, ABREAST * step):
@@ -233,8 +233,8 @@ def weigh_chunks(
     x, counts, weights, sums, low, high, peak, temp, width, chunks, first, step,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Lists the weights of every step-th chunk of a row at x from `low` > 0 up to `high`; sums
-    [2, CHUNKS]: of `weigh_chunk`."""
+    """List the weights in [low, high), low > 0, of every step-th chunk of a row at x; sums: as
+    written by `weigh_chunk`."""
     for chunk in range(first, chunks, step):
         # One chunk at a time: weights of several would not fit into registers.
         values = load_abreast(x, chunk, step, width, CHUNK, LINES, 1)
@@ -249,9 +249,9 @@ def weigh_lists(
     weights, counts, sums, many, low, high, peak, temp, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """Make lists of numbers those of their weights from `low` up to `high`; of `many` they are. Of
-    each chunk the sum above, float64, and of the row the sum of that with what is listed. sums: of
-    `weigh_chunks`."""
+    """Convert lists of values to lists of their weights in [low, high); with `many` they are that
+    already. Returns (per chunk the sum of weights >= high, float64; the row's sum of these and of
+    all listed). sums: as written by `weigh_chunks`."""
     c = tl.arange(0, CHUNKS)
     if many:
         above = tl.load(sums + c, mask=c < chunks, other=0.0)
@@ -267,7 +267,7 @@ def weigh_lists(
 
 @triton.jit
 def of_chunks(value, slot):
-    """The sum of lists' values [CHUNKS] of each chunk, whose numbers are slot [CHUNKS]."""
+    """Sum the lists' values [CHUNKS] per chunk; slot [CHUNKS]: the chunk of each list."""
     own = slot[:, None] == tl.arange(0, slot.shape[0])[None, :]
     return tl.sum(tl.where(own, value[:, None], 0), 0)
 
@@ -277,8 +277,8 @@ def limit_of(
     counts, weights, by_line, above, reached, top, low, high, k, share, least, total,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """`limit` of a row with lists, sums and numbers per chunk. by_line: lists are not of the chunks
-    in their order; above, reached: of `weigh_lists`."""
+    """`limit` of a row, with sums and counts per chunk. by_line: lists are those of lines; above,
+    reached: as returned by `weigh_lists`."""
     c = tl.arange(0, CHUNKS)
     count = tl.load(counts + c)
     head = load_head(weights, count, CHUNK, WIDTH)
@@ -296,8 +296,8 @@ def last_taken(
     x, threshold, taken, peak, temp, width,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, SOFTMAX: tl.constexpr,
 ):  # fmt: skip
-    """The place of the last weight of a row at x that is taken of those equal to the threshold;
-    taken [CHUNKS] says how many of each chunk are, the first ones."""
+    """The place in a row at x of the last kept weight among those equal to the threshold; taken
+    [CHUNKS]: how many of each chunk are kept, the first ones."""
     c = tl.arange(0, CHUNKS)
     chunk = tl.max(tl.where(taken > 0, c, 0), 0)
     few = tl.sum(tl.where(c == chunk, taken, 0), 0)
