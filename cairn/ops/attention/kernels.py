@@ -26,11 +26,8 @@ def first_visible(slot, window, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load_rows(at, alive, DIM: tl.constexpr, DP: tl.constexpr, ONCE: tl.constexpr = False):
-    """[M, DP] numbers of the rows that start at the addresses `at` [M]; 0 where not alive.
-
-    Args:
-        ONCE: nobody reads them again: they are the first to leave the cache.
-    """
+    """[M, DP] elements of the rows at addresses `at` [M]; 0 where not alive. ONCE: evict first, the
+    rows are not read again."""
     d = tl.arange(0, DP)
     shown = alive[:, None]
     if DP != DIM:
@@ -119,12 +116,8 @@ def block_lines(
 
 @triton.jit
 def add_values(best, total, acc, logits, value, EDGE: tl.constexpr, PRECISION: tl.constexpr):
-    """A step of the online softmax: logits [M, N] to base 2, value [N, DP].
-
-    Args:
-        best, total: [M] running maximum (base 2) and sum; acc: [M, DP].
-        EDGE: a row may have seen nothing yet.
-    """
+    """A step of the online softmax with logits [M, N] to base 2 and values [N, DP]. best, total:
+    [M] running maximum (base 2) and sum; acc: [M, DP]. EDGE: a row may not have seen a key yet."""
     higher = tl.maximum(best, tl.max(logits, 1))
     if EDGE:
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -256,8 +249,8 @@ def finish(best, total, acc):
 
 @triton.jit
 def own_share(start, end, KEYS: tl.constexpr, LEAST: tl.constexpr):
-    """Of slots start .. end - 1 those of the split that is the program's third number: blocks of
-    KEYS, LEAST of them and more; all with LEAST = 0."""
+    """The keys of [start, end) that this program's split reads, a multiple of KEYS and at least
+    LEAST blocks; all of them with LEAST = 0. The split is the program's third index."""
     if LEAST:
         each = tl.cdiv(tl.cdiv(end - start, KEYS), tl.num_programs(2))
         each = tl.maximum(each, LEAST) * KEYS
@@ -271,8 +264,8 @@ def tile_rows(
     row, slot, tokens, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, TOKENS: tl.constexpr,
     GP: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile's rows [M], KV head and tile being the program's first numbers: place among [T,
-    HEADS], whether it is anybody's, row of the page table (-1: none) and slot."""
+    """For the rows of a tile [M]: index in [T, HEADS], whether it is a token, its row in the page
+    table (-1: none) and its slot. KV head and tile are the program's first two indices."""
     group: tl.constexpr = HEADS // KV_HEADS
     # Tiles at the end of a sequence attend to the most keys, so they are launched first.
     begin = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
@@ -385,7 +378,7 @@ def tile_kernel(
 
 @triton.jit
 def ask_for_block(k_head, v_head, line, DIM: tl.constexpr):
-    """Bring the keys and values of slots that lie at `line` [KEYS] into the cache."""
+    """Prefetch the keys and values of the slots at `line` [KEYS] into the cache."""
     LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
     for part in tl.static_range(0, DIM, LINE):
         ask_for(k_head + line + part)
@@ -461,11 +454,8 @@ def split_kernel(
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program for each split, KV head and token: o and lse as in `attend_split`.
-
-    Args:
-        PDL: as in `await_previous`.
-    """
+    """One program per split, KV head and token; o and lse as in `attend_split`. PDL: as in
+    `await_previous`."""
     await_previous(PDL)
     attend_split(
         q, k_cache, v_cache, row, slot, page_table, o, lse, parts,

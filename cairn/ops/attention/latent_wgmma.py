@@ -1,13 +1,13 @@
-"""MLA's decode attention for Hopper: groups of warps that take turns at the tensor cores.
+"""MLA's decode attention for Hopper: two warp groups that alternate on the tensor cores.
 
-The sums of 64 heads fill the registers of two groups of four warps, each of which holds half of
-their columns. Blocks of slots come in pairs. A group finds the weights of one block of a pair and
-hands them to the other, so that each adds both blocks to its columns: while one is at exponents,
-the other multiplies. Both add the first block first, so that its place is free for the next pair's.
-One more warp has blocks copied ahead.
+The accumulators of 64 heads fill the registers of two warp groups, each of which holds half of the
+value columns. Key blocks are processed in pairs: each group computes the softmax weights of one
+block of the pair and passes them to the other, and both add both blocks to their columns, so that
+one group multiplies while the other computes exponentials. Both add the first block first, which
+frees its buffer for the next pair. A further warp copies blocks ahead.
 
 The division of work is FlashMLA's (DeepSeek, "A Deep-Dive Into the New Flash MLA Kernel", 2025).
-That sums are scaled only where logits have risen far is FlashAttention-4's.
+Rescaling the accumulators only after a large rise of the logits is FlashAttention-4's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cairn.ops.wgmma import (
 )
 
 RISE = constant(8.0)
-"""So far a row's logits, to base 2, rise above the one that its weights are relative to before they
-are relative to the largest: until then nothing summed up has to be scaled, and no weight is above
-2^8. The largest weight is then seldom 1, and is rounded: see `rounded`."""
+"""A row's weights are 2^(logit - reference), logits to base 2. The reference is raised to the row's
+largest logit only when that exceeds it by more than this, so that accumulators seldom need scaling
+and weights stay below 2^8."""
 
 
 @gluon.jit
 def fetch(cache, line, slot_stride, SLOTS: gl.constexpr, BYTES: gl.constexpr):
-    """Have a block's lines, of so many bytes each, brought to the cache of the device."""
+    """Prefetch a block's lines of BYTES each into L2."""
     WARP: gl.constexpr = gl.BlockedLayout([SLOTS // 32], [32], [1], [0])
     slot = line + gl.arange(0, SLOTS, layout=WARP)
     at = (cache + slot.to(gl.int64) * slot_stride).to(gl.int64)
@@ -47,14 +47,15 @@ def copy_blocks(
     values, keys, cache, slot_stride, cached, cached_rope, full, free, table, page_lines, begin,
     pairs, last, SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Copy pairs of blocks from number `begin` on, halves of them in the order they become free.
+    """Copy pairs of blocks from block `begin` on, half a block at a time, in the order in which
+    buffers become free.
 
-    Until there is place for them, they are on their way to the cache at least: of programs that
-    read the same blocks, the first fetches the first of a pair, the other the second.
+    While no buffer is free, blocks are prefetched into L2: of programs that read the same blocks,
+    the first program prefetches the first block of a pair, the last one the second.
 
     Args:
-        cached: [4, slots, 256]: of each block the half that its group sums, then the other.
-        last: the row's last block; it is copied in place of one behind it.
+        cached: [4, slots, 256]: of each block the half that its own group sums, then the other.
+        last: the row's last block; it is copied in place of blocks after it.
     """
     SLOTS: gl.constexpr = cached.shape[1]
     HALF: gl.constexpr = cached.shape[2]
@@ -84,7 +85,7 @@ def copy_blocks(
 
 @gluon.jit
 def line_of(block, table, page_lines, SLOTS: gl.constexpr, SIZE: gl.constexpr):
-    """A block's first line in the tables, through the page table."""
+    """The first line of a block in the tables, by the page table."""
     IN_PAGE: gl.constexpr = SIZE // SLOTS
     return gl.load(table + block // IN_PAGE) * page_lines + block % IN_PAGE * SLOTS
 
@@ -93,7 +94,7 @@ def line_of(block, table, page_lines, SLOTS: gl.constexpr, SIZE: gl.constexpr):
 def query_of(
     source, head_stride, alive, HEADS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """[HEADS, WIDTH] columns of a query's heads; zeros from head `alive` on."""
+    """[HEADS, WIDTH] columns of a query's heads, 0 from head `alive` on."""
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, LAYOUT))
     at = source + (head * head_stride)[:, None] + column[None, :]
@@ -102,7 +103,7 @@ def query_of(
 
 @gluon.jit
 def share_query(source, head_stride, alive, tile, met):
-    """Fill a tile with columns of a query, and wait for the other group's."""
+    """Store columns of the query to shared memory and wait until the other group has done so."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WIDTH: gl.constexpr = tile.shape[1]
     tile.store(query_of(source, head_stride, alive, 64, WIDTH, LINES))
@@ -112,7 +113,7 @@ def share_query(source, head_stride, alive, tile, met):
 
 @gluon.jit
 def meet(met):
-    """Wait until both groups are here, and what they have stored is seen."""
+    """Barrier of the two groups that also makes their shared-memory stores visible."""
     tell(met)
     hopper.mbarrier.wait(met, 0)
 
@@ -154,9 +155,8 @@ def logits_of(
 
 @gluon.jit
 def risen(base, logits, rise: gl.constexpr):
-    """What rows' weights are relative to from a block on, and whether any row's changes.
-
-    Each row has its own, whatever the others: only the work is left out where none changes.
+    """(the reference of each row's weights from this block on; whether any row's has changed). A
+    row's reference depends on that row alone; the flag only skips work.
 
     Args:
         rise: see RISE.
@@ -168,10 +168,8 @@ def risen(base, logits, rise: gl.constexpr):
 
 @gluon.jit
 def rounded(weight, tile):
-    """Weights in the 16 bits of a tile, to be multiplied, and these as float32, to be summed up.
-
-    So one that outweighs all others is divided by as it was multiplied.
-    """
+    """The weights in the tile's 16-bit dtype, for the product, and these rounded values as float32,
+    for the sum: numerator and denominator then use the same weights."""
     # Convert two values per instruction: one by one, as the compiler does it, takes as long as the
     # exponentials.
     if tile.dtype == gl.bfloat16:
@@ -195,7 +193,8 @@ def rounded(weight, tile):
 
 @gluon.jit
 def hand_over(exchange, weight, base, changed, WHICH: gl.constexpr):
-    """Tell the other group a block's weights, what they are relative to, and whether it changed."""
+    """Publish a block's weights, their references and whether these changed, for the other
+    group."""
     weights, bases, changes, ready = exchange
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     bases.index(WHICH).store(base)
@@ -207,7 +206,7 @@ def hand_over(exchange, weight, base, changed, WHICH: gl.constexpr):
 
 @gluon.jit
 def taken_over(exchange, phase, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
-    """What group WHICH handed over beside its weights, once it has."""
+    """The references and the flag that group WHICH published, once it has."""
     _, bases, changes, ready = exchange
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     hopper.mbarrier.wait(ready.index(WHICH), phase)
@@ -216,8 +215,7 @@ def taken_over(exchange, phase, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def raised(acc, total, base, higher, changed):
-    """Sums relative to `base`, of values and of weights, as those relative to `higher`; `changed`:
-    of `risen`."""
+    """Rescale the accumulators from references `base` to `higher`, if `changed`."""
     if changed != 0:
         decay = gl.exp2(base - base_of(higher))
         total = total * decay
@@ -227,7 +225,7 @@ def raised(acc, total, base, higher, changed):
 
 @gluon.jit
 def started(pe, pe_head, alive):
-    """(the query's last columns, what weights are relative to, their sums, sums of values), in
+    """(the query's rope columns; the references; the sums of weights; the accumulators), in
     registers."""
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -243,7 +241,7 @@ def first_group(
     query, cached, cached_rope, exchange, sums, full, free, met,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
-    """The left half of the columns, and the weights of each pair's first block."""
+    """Computes the left half of the columns, and the weights of each pair's first block."""
     rope, base, total, acc = started(pe, pe_head, alive)
     share_query(nope, nope_head, alive, query.index(0), met.index(0))
     weights, _, _, _ = exchange
@@ -278,7 +276,7 @@ def second_group(
     query, cached, cached_rope, exchange, sums, full, free, met,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
-    """The right half of the columns, and the weights of each pair's second block."""
+    """Computes the right half of the columns, and the weights of each pair's second block."""
     rope, base, total, acc = started(pe, pe_head, alive)
     share_query(nope + 256, nope_head, alive, query.index(1), met.index(0))
     weights, _, _, _ = exchange
@@ -307,7 +305,7 @@ def second_group(
 
 @gluon.jit
 def whole(total, sums, met, WHICH: gl.constexpr):
-    """Both groups' sums of weights, in one order."""
+    """The sum of both groups' sums of weights, added in the same order in both."""
     sums.index(WHICH).store(total)
     meet(met.index(1))
     return sums.index(0).load(total.type.layout) + sums.index(1).load(total.type.layout)
@@ -315,7 +313,7 @@ def whole(total, sums, met, WHICH: gl.constexpr):
 
 @gluon.jit
 def store_half(o, result, first, place, step, alive):
-    """Write columns of the heads' results, from number `first` on."""
+    """Store the heads' results in the columns from `first` on."""
     LAYOUT: gl.constexpr = result.type.layout
     HEADS: gl.constexpr = result.shape[0]
     HALF: gl.constexpr = result.shape[1]
@@ -331,10 +329,11 @@ def latent_groups_kernel(
     nope_row, nope_head, pe_row, pe_head, slot_stride, page_lines, table_stride,
     HEADS: gl.constexpr, SIZE: gl.constexpr, LINES: gl.constexpr,
 ):  # fmt: skip
-    """As `latent_split_kernel`, for slots of 512 + 64 numbers of 16 bits and pages of whole blocks.
+    """`latent_split_kernel` for latents of 512 + 64 columns in 16 bits and pages that are multiples
+    of a block.
 
-    The programs of the same slots have neighbouring numbers: they run at the same time, and one
-    reads from the cache what the other one has read from memory.
+    Programs that read the same slots are adjacent in launch order: they run at the same time, and
+    the second reads from L2 what the first has loaded.
 
     Args:
         values, keys: the cache's parts as tables, in blocks [64, 256] and [64, 64].

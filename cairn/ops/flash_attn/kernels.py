@@ -1,10 +1,11 @@
-"""The kernel behind FlashAttention's front ends: one for prefill and decode, and one that joins.
+"""The kernels behind FlashAttention's front ends: one for prefill and decode, and one that merges
+splits.
 
-Lines of a tile are (query, head) pairs of one sequence and KV head: line m is query m // HP, head
-m % HP of a block of the group. Few lines of narrow heads are of two KV heads that lie side by side,
-so that whole lines of memory are read: of every query HP of the one, then HP of the other. Keys are
-numbered from the first that is there. Whatever the masks, a line sees one run of keys, first ..
-last. Outputs of ragged queries lie as those of one sequence.
+Rows of a tile are (query, head) pairs of one sequence and KV head: row m is query m // HP, head m %
+HP of a block of the group. Where rows are few and heads narrow, a tile covers two adjacent KV
+heads, so that whole memory sectors are read: for each query HP heads of the first, then HP of the
+second. Keys are numbered from the first valid one. Whatever the masks, a row sees one interval of
+keys, first .. last. Outputs of ragged queries are stored as those of one sequence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from cairn.ops.pdl import await_previous, launch_next
 
 @triton.jit
 def queries_of(row, even, cu_q, used_q):
-    """(lines ahead of a sequence's, those it has, those that are there, where it lies if even)."""
+    """(rows before this sequence's, its rows, those in use, its index if queries are not
+    ragged)."""
     ahead = 0
     count = even
     own = row
@@ -33,7 +35,7 @@ def queries_of(row, even, cu_q, used_q):
 
 @triton.jit
 def keys_of(row, capacity, cu_k, used_k, leftpad):
-    """(slots ahead of a sequence's first key, keys that are there)."""
+    """(slots before a sequence's first key, number of keys)."""
     offset = 0
     length = capacity
     if cu_k is not None:
@@ -84,7 +86,7 @@ def lines_at(
     start, offset, inside, table, page_stride, slot_stride,
     SIZE: tl.constexpr, PAGING: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS] int64, where keys start .. lie behind the head's first.
+    """[KEYS] int64, offsets of keys start .. from the head's first.
 
     Args:
         offset: slots before key 0.
@@ -105,14 +107,15 @@ def lines_at(
 
 @triton.jit
 def head_of(x, own, kv, offset, page_stride, head_stride, page_lines, head_lines):
-    """Where a head's keys begin in a sequence that is not paged, and the line of its key 0."""
+    """The address of a head's keys in a sequence that is not paged, and the table line of its key
+    0."""
     at = x + kv * head_stride + own * page_stride
     return at, kv * head_lines + own * page_lines + offset
 
 
 @triton.jit
 def worth_of(descale, pair):
-    """What the numbers of a sequence's KV head are worth."""
+    """The scale of a sequence's KV head, 1 without descale factors."""
     worth = 1.0
     if descale is not None:
         worth = tl.load(descale + pair)
@@ -386,7 +389,7 @@ def join_splits_kernel(
 
 @triton.jit
 def end_of(seqlens, page_table, batch_idx, row, place, table_stride, SIZE: tl.constexpr):
-    """Page, or line of the cache, and slot of a sequence's place-th new token (int64)."""
+    """Page (or row of the cache) and slot, int64, of new token `place` of a sequence."""
     slot = tl.load(seqlens + row) + place
     if page_table is not None:
         page = tl.load(page_table + row.to(tl.int64) * table_stride + slot // SIZE)

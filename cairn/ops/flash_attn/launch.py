@@ -70,7 +70,7 @@ class Task:
 
     @property
     def longest(self) -> int:
-        """Most keys that a sequence's queries see."""
+        """The most keys that one sequence's queries see."""
         most = self.capacity
         if self.left >= 0 and self.right >= 0:
             most = min(most, self.left + self.right + self.max_seqlen_q)
@@ -133,7 +133,7 @@ class Tiles:
 
     @property
     def few(self) -> bool:
-        """No more lines than a product takes: decode, mostly."""
+        """Whether the rows fit into one tensor-core tile: mostly decode."""
         return self.tokens * self.joint * self.heads == 16
 
 
@@ -232,8 +232,8 @@ def attend(task: Task) -> None:
 
 
 def _joint(task: Task, tiles: Tiles) -> Tiles:
-    """Two narrow KV heads that lie side by side in a tile, if it has room for the lines of both:
-    read by themselves, each takes but half of every line of memory."""
+    """Tile over two adjacent narrow KV heads, if it has room for the rows of both: read separately,
+    each would use only part of every memory sector."""
     heads = 2 * tiles.heads
     scaled = (task.q_descale, task.k_descale, task.v_descale)
     plain = task.qv is None and all(scale is None for scale in scaled)
@@ -284,7 +284,7 @@ def flops_of(task: Task) -> float:
 
 
 def _splits(task: Task, tiles: Tiles, programs: int) -> int:
-    """Parts of the keys, of as many programs each."""
+    """Number of splits of the keys."""
     most = max(1, min(-(-task.longest // tiles.keys) // 2, TUNING.most_splits))
     if not tiles.few:
         return min(-(-TUNING.programs // programs), most)

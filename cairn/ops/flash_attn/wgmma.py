@@ -1,8 +1,8 @@
-"""Flash attention for Hopper: two groups of warps with 64 lines each, and a warp that copies keys.
+"""Flash attention for Hopper: two warp groups with 64 rows each, and a warp that copies keys.
 
-A group asks for the products with the next keys before it adds the values of the last ones: it is
-at exponents while these are multiplied (FlashAttention-3, Shah et al., 2024, 3.2). Lines are those
-of `flash_kernel`, without its splits, windows to the left, scales and caps.
+A group issues the products with the next keys before it adds the values of the last ones, so that
+exponentials and products overlap (FlashAttention-3, Shah et al., 2024, 3.2). Rows are those of
+`flash_kernel`; splits, windows to the left, scales and caps are not supported.
 """
 
 from __future__ import annotations
