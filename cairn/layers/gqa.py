@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -112,17 +114,21 @@ class GqaAttention(nn.Module):
         cos_sin = None if self.rotary is None else angles.of(self.rotary)
         projected = self.qkv(h.x, h.norm)
         if self.output_gate:
-            projected, gate = self._without_gates(projected)
-            q, k, v, _ = self._project(projected, cos_sin, layer, angles)
-            return Product(self.out, layer.run(GqaInputs(q, k, v)).flatten(1) * gate.sigmoid())
+            return Product(self.out, self._gated(projected, cos_sin, layer, angles).flatten(1))
         q, k, v, _ = self._project(projected, cos_sin, layer, angles)
         return Product(self.out, layer.run(GqaInputs(q, k, v)).flatten(1))
 
-    def _without_gates(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """The projection with heads of q side by side, and the gates [T, h_q d]."""
-        both = projected[:, : 2 * self.q_width].unflatten(-1, (-1, 2, self.head_dim))
-        q, gate = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
-        return torch.cat((q, projected[:, 2 * self.q_width :]), dim=-1), gate
+    def _gated(
+        self, projected: Tensor, cos_sin: Tensor | None, layer: BoundLayer, angles: Angles
+    ) -> Tensor:
+        """What the heads give, times their gates: [T, h_q, d]. A head's gate stands behind its
+        query."""
+        both, rest = projected.split((2 * self.q_width, 2 * self.kv_width), dim=-1)
+        q, gate = both.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
+        k, v = rest.unflatten(-1, (2, -1, self.head_dim)).unbind(1)
+        q, k = self._turned([q, k], cos_sin, angles)
+        gated: Tensor = ops.sigmoid_gate_mul(layer.run(GqaInputs(q, k, v)), gate)
+        return gated
 
     def _project(
         self, projected: Tensor, cos_sin: Tensor | None, layer: BoundLayer, angles: Angles
@@ -149,14 +155,33 @@ class GqaAttention(nn.Module):
         self, projected: Tensor, added: Tensor | None, cos_sin: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same span by span."""
-        heads = [
-            self._normed(part, norm)
-            for part, norm in zip(self._heads(projected, added), self._norms(), strict=True)
-        ]
-        if cos_sin is not None and self.rotary is not None:
-            for part in heads:
-                self.rotary.rotate(angles.index, part, None, cos_sin)
+        heads = self._turned(self._heads(projected, added), cos_sin, angles)
         return heads[0], heads[1], self._values(projected), heads[2 if len(heads) > 2 else 0]
+
+    def _turned(
+        self, spans: Sequence[Tensor], cos_sin: Tensor | None, angles: Angles
+    ) -> list[Tensor]:
+        """Spans of heads [T, h, d] after norm and rotation."""
+        norms = zip(self.spans, self._norms(), strict=True)
+        done: list[Tensor] = []
+        for heads, ((begin, end), norm) in zip(spans, norms, strict=True):
+            if self._one_op(norm):
+                weight = self._head_weights()[begin:end]
+                done.append(ops.head_norm_rope(heads, weight, cos_sin, self.eps))
+                continue
+            # Rotation is in place.
+            part = self._normed(heads.contiguous(), norm)
+            if cos_sin is not None and self.rotary is not None:
+                self.rotary.rotate(angles.index, part, None, cos_sin)
+            done.append(part)
+        return done
+
+    def _one_op(self, norm: RMSNorm | None) -> bool:
+        """Whether one op norms the heads of a span and rotates them: each has its norm, and the
+        dimensions that rotate do so in halves."""
+        if norm is None or isinstance(norm, DividedNorm) or norm.weight.shape[0] != self.head_dim:
+            return False
+        return self.rotary is None or not self.rotary.spec.interleaved
 
     def _added(self, projected: Tensor) -> Tensor | None:
         """What is added to q's projection to make that of the last span [T, h_q d]; None: that span
@@ -171,9 +196,9 @@ class GqaAttention(nn.Module):
         return heads
 
     def _heads(self, projected: Tensor, added: Tensor | None) -> list[Tensor]:
-        """Heads of each span [T, h, d] in its own memory."""
+        """Heads of each span [T, h, d]."""
         found = [
-            projected[:, a * self.head_dim : b * self.head_dim].contiguous()
+            projected[:, a * self.head_dim : b * self.head_dim]
             for a, b in (self.spans if added is None else self.spans[:2])
         ]
         if added is not None:

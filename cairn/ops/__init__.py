@@ -6,6 +6,7 @@ the choice and lists the ops.
 
 from cairn.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from cairn.ops.activation.gelu_quick import gelu_quick
+from cairn.ops.activation.sigmoid_gate_mul import sigmoid_gate_mul
 from cairn.ops.activation.silu_and_mul_clamp import silu_and_mul_clamp
 from cairn.ops.allreduce import (
     SymmetricAllReduce,
@@ -453,6 +454,7 @@ __all__ = [
     "sgl_per_token_group_quant_int8",
     "sgl_per_token_quant_fp8",
     "shuffle_rows",
+    "sigmoid_gate_mul",
     "silu_and_mul",
     "silu_and_mul_clamp",
     "silu_and_mul_scaled_fp4_grouped_quant",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from cairn import ops
 from cairn.layers.norm import RMSNorm
@@ -122,8 +121,8 @@ class Scheme(ABC):
 
     def gated(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """silu(A x) * B x of a map whose rows are A, then B: x [T, in] -> [T, out / 2]."""
-        gate, up = self.product(linear, x, norm).chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        gated: Tensor = ops.silu_and_mul(self.product(linear, x, norm))
+        return gated
 
     def add_to(
         self, linear: Linear, residual: Tensor, x: Tensor, norm: RMSNorm | None

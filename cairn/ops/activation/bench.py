@@ -5,6 +5,7 @@ from __future__ import annotations
 from cairn.ops.activation.gelu_and_mul import gelu_and_mul
 from cairn.ops.activation.gelu_quick import gelu_quick
 from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
+from cairn.ops.activation.sigmoid_gate_mul import sigmoid_gate_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.activation.silu_and_mul_clamp import silu_and_mul_clamp
 from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
@@ -33,6 +34,14 @@ def _(draw: Draw) -> Points:
     for size, rows, width in draw.matrices():
         x = draw.randn(rows, width)
         yield Point(size, draw.args(x), moved(x, x), definition=True)
+
+
+@sigmoid_gate_mul.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        x, both = (draw.randn(rows, n * layer.heads, layer.head_dim) for n in (1, 2))
+        size = f"{layer.name}: {rows} x {layer.heads} x {layer.head_dim}"
+        yield Point(size, draw.args(x, both[:, ::2]), moved(x, x, x), definition=True)
 
 
 @silu_and_mul_clamp.bench

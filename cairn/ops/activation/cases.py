@@ -7,6 +7,7 @@ import torch
 from cairn.ops.activation.gelu_and_mul import gelu_and_mul
 from cairn.ops.activation.gelu_quick import gelu_quick
 from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
+from cairn.ops.activation.sigmoid_gate_mul import sigmoid_gate_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.activation.silu_and_mul_clamp import silu_and_mul_clamp
 from cairn.ops.testing import Cases, Make
@@ -51,3 +52,13 @@ def _(make: Make) -> Cases:
         yield make.args(make.randn(7, 2 * 96, dtype=dtype, scale=3.0), 2.5)
         yield make.args(make.randn(2, 3, 2 * 5, dtype=dtype), 0.5)
     yield make.args(make.randn(0, 8), 10.0)
+
+
+@sigmoid_gate_mul.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        both = make.randn(3, 4 * 2 * 24 + 5, dtype=dtype, scale=5.0)[:, : 4 * 2 * 24]
+        gate = both.unflatten(1, (4, 2, 24))[:, :, 1]
+        yield make.args(make.randn(3, 4, 24, dtype=dtype), gate)
+        yield make.args(make.randn(1, 9, 128, dtype=dtype), make.randn(1, 9, 128, dtype=dtype))
+    yield make.args(make.randn(0, 2, 8), make.randn(0, 2, 8))

@@ -95,3 +95,23 @@ def activation_kernel(
             factor = tl.clamp(factor, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         value *= factor
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(early=())
+def sigmoid_gate_kernel(
+    x, gate, out, x_token, x_head, gate_token, gate_head, width,
+    DIM: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = x * sigmoid(gate), of heads of DIM numbers. A token has `width` numbers and BLOCKS
+    programs. PDL: as in `await_previous`."""
+    await_previous(PDL)
+    token, block = row_and_part(BLOCKS)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    head, number = column // DIM, column % DIM
+    at = token * x_token + head * x_head + number
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    at = token * gate_token + head * gate_head + number
+    z = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    value = value / (1.0 + tl.exp(-z))
+    tl.store(out + token * width + column, value.to(out.dtype.element_ty), mask=inside)

@@ -40,15 +40,16 @@ def worth(byte, scale, DTYPE: tl.constexpr):
     return (number * scale).to(DTYPE)
 
 
-@triton.jit
+@triton.jit(early=())
 def write_kv_kernel(
     k, v, k_cache, v_cache, location,
     k_stride, v_stride, page_stride, head_stride,
     SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-    PARTS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr,
+    PARTS: tl.constexpr, HP: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store HP key and value heads of one token, which has PARTS programs, in its slot; a negative
-    location is not written."""
+    location is not written. PDL: as in `await_previous`."""
+    await_previous(PDL)
     token, part = row_and_part(PARTS)
     head = part * HP + tl.arange(0, HP)
     d = tl.arange(0, DP)

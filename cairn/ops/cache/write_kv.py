@@ -10,6 +10,7 @@ from cairn.ops.cache import quantized
 from cairn.ops.cache.kernels import write_kv_kernel
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INT64, check_caches, expect
+from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 NUMBERS = 1024
@@ -96,6 +97,7 @@ def _(call: Call) -> None:
         width = gpu.next_power_of_2(dim)
         at_once = min(gpu.next_power_of_2(heads), max(1, NUMBERS // width))
         parts = -(-heads // at_once)
+        warps = gpu.warps_for(at_once * width)
         write_kv_kernel[(tokens * parts,)](
             k=call.k,
             v=call.v,
@@ -112,5 +114,6 @@ def _(call: Call) -> None:
             PARTS=parts,
             HP=at_once,
             DP=width,
-            num_warps=gpu.warps_for(at_once * width),
+            PDL=uses_pdl(call.k.device, tokens, parts * warps),
+            num_warps=warps,
         )

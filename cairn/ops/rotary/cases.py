@@ -67,6 +67,8 @@ def _(make: Make) -> Cases:
         yield make.args(make.randn(7, 5, 16, dtype=dtype), weight, make.randn(7, 16))
         wide = make.randn(3, 7, 16, dtype=dtype)
         yield make.args(wide[:, :5], weight, None, eps=1e-5)
+        # Queries with gates beside them, of whose numbers some rotate.
+        yield make.args(make.randn(3, 10, 16, dtype=dtype)[:, ::2], weight, make.randn(3, 6))
         yield make.args(make.randn(0, 5, 16, dtype=dtype), weight, make.randn(0, 16))
 
 

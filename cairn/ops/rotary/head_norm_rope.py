@@ -25,12 +25,14 @@ def check_angles(op: str, cos_sin: Tensor | None, x: Tensor, dim: int) -> None:
 
 
 def rotated(heads: Tensor, cos_sin: Tensor | None) -> Tensor:
-    """heads [T, H, d] float32 turned by [cos | sin] [T, d], halves paired; None: as they are."""
+    """heads [T, H, d] float32, the first rd numbers of each turned by [cos | sin] [T, rd], halves
+    paired; None: as they are."""
     if cos_sin is None:
         return heads
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second = heads[..., : cos_sin.shape[1]].chunk(2, dim=-1)
+    rest = heads[..., cos_sin.shape[1] :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 @op
@@ -38,10 +40,10 @@ def head_norm_rope(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float
     """rmsnorm of every head, then rotary embedding; in float32, rounded once at the end.
 
     Args:
-        x: [T, H, d], rows may be strided.
+        x: [T, H, d], tokens and heads may be strided.
         weight: [H, d], each head's norm weight, x's dtype or float32.
-        cos_sin: [T, d] float32 = [cos | sin] of each token's angles, halves paired; None: no
-            rotation.
+        cos_sin: [T, rd] float32 = [cos | sin] of each token's angles, by which the first rd <= d
+            numbers of a head turn, halves paired; None: no rotation.
     Returns:
         [T, H, d], contiguous.
     Raises:
@@ -57,7 +59,13 @@ def _(call: Call) -> None:
     name = "head_norm_rope"
     expect(name, "x", call.x, 3, FLOATS)
     expect(name, "weight", call.weight, call.x.shape[1:], (call.x.dtype, torch.float32), call.x)
-    check_angles(name, call.cos_sin, call.x, call.x.shape[2])
+    if call.cos_sin is not None and call.cos_sin.dim() == 2:
+        width, dim = call.cos_sin.shape[1], call.x.shape[2]
+        if width > dim:
+            refuse(name, "cos_sin", f"has {width} columns, more than the {dim} numbers of a head")
+        check_angles(name, call.cos_sin, call.x, width)
+    else:
+        check_angles(name, call.cos_sin, call.x, call.x.shape[2])
 
 
 @head_norm_rope.implementation(
@@ -75,6 +83,7 @@ def _(call: Call) -> None:
 def _(call: Call) -> Tensor:
     tokens, heads, dim = call.x.shape
     out = gpu.empty(call.x.shape, call.x.dtype, call.x.device)
+    half = (dim if call.cos_sin is None else call.cos_sin.shape[1]) // 2
     at_once = min(16, gpu.next_power_of_2(heads))
     groups = -(-heads // at_once)
     pdl = uses_pdl(call.x.device, tokens, groups * WARPS)
@@ -88,8 +97,10 @@ def _(call: Call) -> Tensor:
             head_stride=call.x.stride(1),
             heads=heads,
             eps=call.eps,
-            HALF=dim // 2,
-            HP=gpu.next_power_of_2(dim // 2),
+            HALF=half,
+            HP=gpu.next_power_of_2(half),
+            REST=dim - 2 * half,
+            RP=gpu.next_power_of_2(dim - 2 * half),
             GROUPS=groups,
             HEADS=at_once,
             ROTATED=call.cos_sin is not None,

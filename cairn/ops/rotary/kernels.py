@@ -26,24 +26,29 @@ def cos_sin_kernel(
 @triton.jit(early=())
 def head_norm_rope_kernel(
     x, weight, cos_sin, out, x_stride, head_stride, heads, eps,
-    HALF: tl.constexpr, HP: tl.constexpr, GROUPS: tl.constexpr, HEADS: tl.constexpr,
-    ROTATED: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, RP: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, one of GROUPS: rmsnorm of each, then the rotation of its two
-    halves. PDL: as in `await_previous`."""
+    """HEADS heads of one token, one of GROUPS: rmsnorm of each, then the rotation of its first
+    2 HALF numbers, in halves; REST numbers follow them. PDL: as in `await_previous`."""
     await_previous(PDL)
     token, group = row_and_part(GROUPS)
+    width: tl.constexpr = 2 * HALF + REST
     head = group * HEADS + tl.arange(0, HEADS)
-    pair = tl.arange(0, HP)
+    pair, column = tl.arange(0, HP), 2 * HALF + tl.arange(0, RP)
     inside = (head < heads)[:, None] & (pair < HALF)[None, :]
-    at = token * x_stride + head[:, None] * head_stride + pair[None, :]
-    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)
-    of_weight = head[:, None] * 2 * HALF + pair[None, :]
-    first *= scale[:, None] * tl.load(weight + of_weight, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(weight + of_weight + HALF, mask=inside, other=0.0).to(tl.float32)
-    second *= scale[:, None] * factor
+    behind = (head < heads)[:, None] & (column < width)[None, :]
+    x += token * x_stride + head[:, None] * head_stride
+    first = tl.load(x + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + HALF + pair[None, :], mask=inside, other=0.0).to(tl.float32)
+    squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    if REST > 0:
+        rest = tl.load(x + column[None, :], mask=behind, other=0.0).to(tl.float32)
+        squares += tl.sum(rest * rest, 1)
+    scale = tl.rsqrt(squares / width + eps)
+    weight += head[:, None] * width
+    first *= scale[:, None] * tl.load(weight + pair[None, :], mask=inside, other=0.0)
+    second *= scale[:, None] * tl.load(weight + HALF + pair[None, :], mask=inside, other=0.0)
     if ROTATED:
         angle = cos_sin + token * 2 * HALF + pair
         cos = tl.load(angle, mask=pair < HALF, other=0.0)[None, :]
@@ -51,9 +56,13 @@ def head_norm_rope_kernel(
         rotated = first * cos - second * sin
         second = second * cos + first * sin
         first = rotated
-    to = (token * heads + head)[:, None] * 2 * HALF + pair[None, :]
-    tl.store(out + to, first.to(out.dtype.element_ty), mask=inside)
-    tl.store(out + to + HALF, second.to(out.dtype.element_ty), mask=inside)
+    kind = out.dtype.element_ty
+    out += (token * heads + head)[:, None] * width
+    tl.store(out + pair[None, :], first.to(kind), mask=inside)
+    tl.store(out + HALF + pair[None, :], second.to(kind), mask=inside)
+    if REST > 0:
+        rest *= scale[:, None] * tl.load(weight + column[None, :], mask=behind, other=0.0)
+        tl.store(out + column[None, :], rest.to(kind), mask=behind)
 
 
 @triton.jit
