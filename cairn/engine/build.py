@@ -54,7 +54,7 @@ from cairn.models.sharding import local
 from cairn.ops.compile_loops import compile_loops
 from cairn.runner.executor import Executor, InProcessExecutor, RanksExecutor
 from cairn.runner.experts import ExpertBalance
-from cairn.runner.memory import Steps, measure
+from cairn.runner.memory import NO_STEPS, Measured, Steps, measured
 from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
 from cairn.specs.choice import Choice
@@ -227,12 +227,12 @@ def load_runner(
     shape = runner_shape(config, memory, slots, parameters)
     with_graphs = on_gpu and not config.disable_cuda_graph
     if on_gpu:
-        measured = (0, 0)
+        taken = NO_STEPS
         if config.kv_cache_memory is None:
             steps = Steps(config.chunked_prefill_size, memory.max_model_len, with_graphs)
-            measured = measure(module, spec.mixers, shape, steps, form, device)
+            taken = measured(module, spec, shape, steps, form, device)
             on_phase("profile")
-        usage = gpu_usage(device, module.weight_bytes, *measured)
+        usage = gpu_usage(device, module.weight_bytes, taken)
         memory = planned(usage)
         shape = replace(shape, max_pages=slots.pages_for(memory.max_model_len))
     table = memory.table(module.weight_bytes, usage)
@@ -430,15 +430,14 @@ def end_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in ids if token < spec.vocab_size))
 
 
-def gpu_usage(
-    device: torch.device, weights: int = 0, activations: int = 0, graphs: int = 0
-) -> Usage:
+def gpu_usage(device: torch.device, weights: int = 0, steps: Measured = NO_STEPS) -> Usage:
     """What a GPU holds: `weights` bytes of weights that are there, steps to come, and the rest."""
     # An engine that was dropped may not be collected yet, and its memory may wait for reuse.
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return Usage(total, total - free - weights, weights, activations, graphs)
+    others = total - free - weights + steps.kept
+    return Usage(total, others, weights, steps.activations, steps.graphs)
 
 
 def this_machine(device: str = "auto") -> Machine:

@@ -12,6 +12,7 @@ from cairn.ops.linear.scaled_launch import multiplies_codes
 from cairn.ops.linear.skinny_gemm_panel import sums_in_norm as norms_behind_sum
 from cairn.ops.moe.experts_launch import multiplies_fp8
 from cairn.ops.norm.launch import norms_sums
+from cairn.ops.notes import note_of
 from cairn.ops.unchecked import unchecked
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "multiplies_fp8",
     "norms_behind_sum",
     "norms_sums",
+    "note_of",
     "shared_weights",
     "short_pages",
     "unchecked",

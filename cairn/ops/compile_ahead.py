@@ -3,42 +3,60 @@
 Triton compiles a kernel when it is first launched, in the thread that launches it: what runs a
 hundred kernels for the first time waits for one after the other, and then for a C compiler that
 builds each launcher. Here the work is run once without launching anything, and the kernels that it
-would have launched are compiled meanwhile, on all cores.
+would have launched are compiled meanwhile, on all cores: by processes, then loaded by threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cairn.ops import gpu
+from cairn.ops.compile_processes import Compilers
 
 log = logging.getLogger(__name__)
 
 MOST_WORKERS = 32
-"""Threads that compile. Parsing, a tenth of the work, is done by one of them at a time."""
+"""Kernels that are compiled at the same time."""
+FEWEST_PROCESSES = 4
+"""With fewer workers threads compile: a process of its own needs seconds to import the kernels."""
 
 
 class _Workers(ThreadPoolExecutor):
-    """Threads that compile, and load what they have compiled."""
+    """Threads that have kernels compiled, and load them.
 
-    def __init__(self, count: int) -> None:
+    Args:
+        count: how many.
+        compilers: processes that compile; None: the threads do.
+    """
+
+    def __init__(self, count: int, compilers: Compilers | None) -> None:
         # CUDA's current device is per thread and is device 0 in a new one.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         begin = None if device is None else functools.partial(torch.cuda.set_device, device)
         super().__init__(count, initializer=begin)
+        self._compilers = compilers
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As an executor's; the function gives a compiled kernel."""
-        return super().submit(lambda: gpu.loaded(function(*args, **kwargs)))
+
+        def run() -> Any:
+            if self._compilers is not None:
+                # It is in the cache on disk then, where the function finds it.
+                self._compilers.compile(function)
+            return gpu.loaded(function(*args, **kwargs))
+
+        return super().submit(run)
 
 
 class _Compiler:
@@ -60,7 +78,9 @@ class _Compiler:
             compiled.result(ignore_errors=True)
 
 
-def compile_ahead(work: Callable[[], object], workers: int | None = None) -> None:
+def compile_ahead(
+    work: Callable[[], object], workers: int | None = None, note: Path | None = None
+) -> None:
     """Compile the Triton kernels that some work launches, if it has not been done; on return they
     are there.
 
@@ -72,18 +92,40 @@ def compile_ahead(work: Callable[[], object], workers: int | None = None) -> Non
 
     Args:
         work: called once, with no arguments.
-        workers: threads; None: one for each core of this process.
+        workers: kernels at a time; None: one for each core of this process.
+        note: a file that says that all kernels are on disk (`note_of`). Where it exists nothing is
+            done: they are loaded when they are launched. It is written at the end.
     """
+    if note is not None and note.exists():
+        return
     workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
     mode = gpu.compiling_beside()
     if mode is None or workers < 2 or gpu.watch.observer is not None:
         return
     began = time.perf_counter()
-    with _Workers(workers) as executor, mode(executor, ignore_errors=True) as running:
+    with (
+        _compilers(workers) as compilers,
+        _Workers(workers, compilers) as executor,
+        mode(executor, ignore_errors=True) as running,
+    ):
         gpu.watch.observer = _Compiler()
         try:
             work()
         finally:
             gpu.watch.observer = None
-        count = len(running.raw_futures)
-    log.info("%d kernels are ready after %.1f s", count, time.perf_counter() - began)
+        count, found = len(running.raw_futures), time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    log.info("%d kernels were found in %.1f s, and are ready after %.1f s", count, found, seconds)
+    if note is not None:
+        with contextlib.suppress(OSError):
+            note.touch()
+
+
+@contextlib.contextmanager
+def _compilers(workers: int) -> Iterator[Compilers | None]:
+    """Processes, if there are so many workers that they pay."""
+    if workers < FEWEST_PROCESSES:
+        yield None
+        return
+    with contextlib.closing(Compilers(workers)) as compilers:
+        yield compilers

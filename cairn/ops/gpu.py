@@ -17,6 +17,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -228,6 +229,17 @@ def compiling_beside() -> Any:
     """Triton's AsyncCompileMode, in which the threads of an executor compile kernels and `warmup`
     returns a handle with a `future`; None if this Triton has none."""
     return getattr(_module, "AsyncCompileMode", None)
+
+
+def cache_folder() -> Path | None:
+    """Where Triton keeps compiled kernels; None without Triton."""
+    folder = getattr(getattr(getattr(_module, "knobs", None), "cache", None), "dir", None)
+    return None if folder is None else Path(folder)
+
+
+def version() -> str:
+    """Triton's version; empty without it."""
+    return getattr(_module, "__version__", "")
 
 
 def loaded(compiled: Any) -> Any:

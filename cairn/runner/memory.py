@@ -7,11 +7,13 @@ page table, and both are those of the engine to come.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -19,10 +21,11 @@ from cairn.attention.registry import cache_schema
 from cairn.cache.pools import CachePools, PoolSizes
 from cairn.cache.schema import PageFormat
 from cairn.errors import BadModel, OutOfMemory
-from cairn.ops.advice import compile_ahead
+from cairn.ops.advice import compile_ahead, note_of
+from cairn.runner.first_steps import FirstSteps
 from cairn.runner.runner import Runner, RunnerShape, StepModel
 from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
-from cairn.specs.model import MixerSpec
+from cairn.specs.model import MixerSpec, ModelSpec
 from cairn.types import SamplingParams
 
 PAGES = 8
@@ -61,6 +64,49 @@ class Steps:
     graphs: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What steps take of the device, in bytes.
+
+    Attributes:
+        activations: the most that torch held while the steps ran, a little more than their tensors,
+            and FRAGMENTS. What it holds of other steps later may be more yet, and goes back when
+            needed.
+        graphs: all graphs. Another process that takes or gives back memory meanwhile counts here.
+        kept: what stays in use beside torch's memory, such as kernels.
+    """
+
+    activations: int = 0
+    graphs: int = 0
+    kept: int = 0
+
+
+NO_STEPS = Measured()
+
+
+def measured(
+    model: StepModel,
+    spec: ModelSpec,
+    shape: RunnerShape,
+    steps: Steps,
+    form: PageFormat,
+    device: torch.device,
+) -> Measured:
+    """`measure`, or what it found the last time, from a note beside the compiled kernels: for the
+    same arguments, sources, versions and kind of device. Then nothing is kept yet."""
+    note = note_of((spec, shape, steps, form), device)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if note is not None:
+            return Measured(**json.loads(note.read_text()))
+    free = _free(device)
+    found = measure(model, spec.mixers, shape, steps, form, device)
+    if note is not None:
+        kept = max(0, free - _free(device))
+        with contextlib.suppress(OSError):
+            note.write_text(json.dumps(asdict(replace(found, kept=kept))))
+    return found
+
+
 def measure(
     model: StepModel,
     mixers: tuple[MixerSpec, ...],
@@ -68,12 +114,8 @@ def measure(
     steps: Steps,
     form: PageFormat,
     device: torch.device,
-) -> tuple[int, int]:
-    """Bytes of the activations, and of all graphs.
-
-    Activations are the most that torch held of the device while the steps ran, a little more than
-    their tensors, and FRAGMENTS. What it holds of other steps later may be more yet, and goes back
-    when needed. Another process that takes or gives back memory meanwhile counts in the graphs.
+) -> Measured:
+    """Measure it; what is kept is in use by then, and 0 here.
 
     Args:
         model: on the device, loaded.
@@ -97,7 +139,7 @@ def measure(
             tensor.zero_()
         runner = Runner(model, mixers, pools, shape, device)
         plans = _largest(shape, steps)
-        compile_ahead(functools.partial(runner.rehearse, plans))
+        compile_ahead(functools.partial(runner.rehearse, [*plans, *_first(runner, steps)]))
         # The memory of CUDA graphs is measured separately.
         runner.graphs = runner.prefill_graphs = None
         _reserved(device)
@@ -121,7 +163,17 @@ def measure(
             what += f" or an image of {shape.image_sides[-1]} x {shape.image_sides[-1]}"
             hint += ", or size.longest_edge of preprocessor_config.json"
         raise OutOfMemory(f"{what} does not fit beside the weights: {error}", hint) from error
-    return activations, graphs
+    return Measured(activations, graphs)
+
+
+def _first(runner: Runner, steps: Steps) -> list[StepPlan]:
+    """The steps of the warm-up to come."""
+    shape, guesses = runner.shape, runner.draft_head is not None
+    chunk = int(shape.slots.tokens_in(steps.slots))
+    # Window pages are granted also to models without such layers, which ignore them.
+    first = FirstSteps(shape, PAGES, PAGES, steps.longest, chunk, runner.front_slots, guesses)
+    every = (*first.prompts(on_gpu=True), *first.rows(), *first.guesses())
+    return [plan for some in every for plan in some.without_decode()]
 
 
 def _largest(shape: RunnerShape, steps: Steps) -> list[StepPlan]:

@@ -24,6 +24,7 @@ from cairn.engine.build import Built, build
 from cairn.engine.continuation import Continuation
 from cairn.engine.planned_step import Limits
 from cairn.ops.cache.quantized import NOT_FINITE
+from cairn.runner.memory import NO_STEPS
 from cairn.types import SamplingParams
 
 GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "hils"
@@ -56,7 +57,7 @@ def engine(case: str, **options) -> Built:
         "limit_mm_per_prompt": {"image": 0, "video": 0},
     }
     # On a GPU an engine runs the largest steps to measure them, which its pages do not depend on.
-    with patch("cairn.engine.build.measure", return_value=(0, 0)):
+    with patch("cairn.engine.build.measured", return_value=NO_STEPS):
         built = build(GOLDENS / case, EngineOptions(**{**defaults, **options}))
     poison(built)
     return built

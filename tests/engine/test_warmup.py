@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cairn.attention.cuts import Front
-from cairn.engine.warmup import _behind, _behind_fronts, _granted, warm_up
+from cairn.engine.warmup import first_steps, warm_up
 from cairn.types import SamplingParams
 from tests.engine.fakes import FakeDrafter
 from tests.engine.harness import engine, greedy, run, text
@@ -40,22 +40,23 @@ def test_a_small_engine_is_warmed_up_within_its_limits(options):
 
 def test_lengths_behind_a_past_are_steps_of_one_row():
     built = engine(CASE)
-    [steps] = _behind(built, 70, [5, 32, 40], 160)
+    first = replace(first_steps(built), most=161)
+    [steps] = first.behind(70, [5, 32, 40])
     works = [plan.work for plan in steps.prefills]
     ends = [(work.first, work.first + work.num_tokens, work.sample) for (work,) in works]
     # The past in steps of no more than the longest, then each length.
     assert ends == [
         *((0, 40, False), (40, 70, False), (70, 75, False), (75, 107, False), (107, 147, True)),
     ]
-    first, *others = steps.prefills
-    assert len(first.opened) == len(first.grants) == 1
-    assert len(first.grants[0].pages) == int(built.slots.pages_for(148))
+    begin, *others = steps.prefills
+    assert len(begin.opened) == len(begin.grants) == 1
+    assert len(begin.grants[0].pages) == int(built.slots.pages_for(148))
     assert not any(plan.opened or plan.grants for plan in others)
     assert steps.decode.decode.first.tolist() == [147]
     # Those that do not fit are left out, and the past where none does.
-    [fewer] = _behind(built, 70, [5, 32, 40], 146)
+    [fewer] = replace(first, most=147).behind(70, [5, 32, 40])
     assert fewer.decode.decode.first.tolist() == [107]
-    assert _behind(built, 70, [5, 32], 74) == []
+    assert replace(first, most=75).behind(70, [5, 32]) == []
 
 
 def test_every_front_of_a_row_has_steps_behind_it():
@@ -65,24 +66,25 @@ def test_every_front_of_a_row_has_steps_behind_it():
     built.runner.backends.cutter.limits = (Front(20, 5), Front(60, 15))
     fronts = [int(built.slots.tokens_in(slots)) for slots in (20, 60)]
     for most, behind in ((140, fronts), (fronts[1] + 3, fronts[:1]), (fronts[0], [])):
-        found = _behind_fronts(built, [3, 9], most)
+        found = replace(first_steps(built), most=most + 1).behind_fronts([3, 9])
         assert len(found) == len(behind)
         for steps, past in zip(found, behind, strict=True):
             assert past + 1 in [plan.work[0].first for plan in steps.prefills]
 
 
 def test_a_pool_of_fewer_pages_gives_some_twice():
-    memory = SimpleNamespace(window_pages=2)
-    grant = _granted(SimpleNamespace(memory=memory), 1, (0, 1, 2, 3, 4))
-    assert (grant.pages, grant.window) == ((0, 1, 2, 3, 4), (0, 1, 0, 1, 0))
-    memory.window_pages = 0
-    assert _granted(SimpleNamespace(memory=memory), 1, (0, 1)).window == ()
+    first = replace(first_steps(engine(CASE)), pages=3, window_pages=2)
+    grant = first.granted(1, range(5))
+    assert (grant.pages, grant.window) == ((0, 1, 2, 0, 1), (0, 1, 0, 1, 0))
+    assert replace(first, window_pages=0).granted(1, (0, 1)).window == ()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fifty_lengths_compile_nothing(dtype, monkeypatch):
+def test_fifty_lengths_compile_nothing(dtype, monkeypatch, tmp_path):
     runtime = pytest.importorskip("triton").knobs.runtime
+    # Kernels that are on disk already are not loaded ahead.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"device": "cuda", "dtype": dtype, "kv_cache_memory": "256MiB", "max_num_seqs": 4}
     built = engine(CASE, max_model_len=4096, **options)
     compiled: list[str] = []

@@ -18,6 +18,7 @@ from cairn.errors import BadConfig, BadModel
 from cairn.layers.schemes.base import Chosen, PlainScheme
 from cairn.layers.schemes.stored import CodesScheme, PackedScheme
 from cairn.models.registry import load_model, load_spec
+from cairn.runner.memory import NO_STEPS
 from tests.engine.harness import difference, greedy, run
 from tests.models.quantised import DENSE, FORMATS, MOE, folders
 from tests.support import shows
@@ -194,7 +195,7 @@ def in_graphs(folder: Path) -> None:
     found = []
     for off in (False, True):
         options = EngineOptions(**given, kv_cache_memory="1MiB", disable_cuda_graph=off)
-        with patch("cairn.engine.build.measure", return_value=(0, 0)):
+        with patch("cairn.engine.build.measured", return_value=NO_STEPS):
             built = build(folder, options)
         assert (built.runner.graphs is None) == off
         found.append(run(built, prompts, greedy(8)))

@@ -1,0 +1,165 @@
+"""Processes that compile Triton kernels into the cache on disk, from which another one loads them.
+
+Triton's front end is Python code: threads that compile take turns, processes need not. A server
+process imports the kernels, without CUDA, and forks workers:
+
+    python -P -m cairn.ops.compile_processes WORKERS
+
+It reads tasks from its standard input, and writes the number of each that is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import itertools
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, BinaryIO, NamedTuple
+
+NUMBER = struct.Struct("<Q")
+LONGEST = 600.0
+"""Seconds that a kernel may take; behind them it is compiled where it is needed."""
+
+
+class Kernel(NamedTuple):
+    """What `triton.compile` is given.
+
+    Attributes:
+        source: class of the source, Triton's or Gluon's.
+        module, name: of the jitted function.
+        signature, constants, attrs: what it is specialised for.
+        target: the device.
+        options: of the compiler.
+    """
+
+    source: type
+    module: str
+    name: str
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    attrs: dict[Any, Any]
+    target: Any
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Kernel | None:
+        """What the function compiles that Triton 3.6 submits to an executor; None: something else.
+
+        Triton has no interface that says it: the function's own variables do.
+        """
+        given = inspect.getclosurevars(function).nonlocals
+        if not {"src", "target", "options"} <= given.keys():
+            return None
+        source, of = given["src"], given["src"].fn
+        parts = source.signature, source.constants, source.attrs, given["target"]
+        options = dict(given["options"].__dict__)
+        return Kernel(type(source), of.__module__, of.__qualname__, *parts, options)
+
+    def compile(self) -> None:
+        """Compile it into Triton's cache."""
+        from triton import compile as compiled
+
+        function = getattr(importlib.import_module(self.module), self.name)
+        source = self.source(function, self.signature, self.constants, self.attrs)
+        compiled(source, target=self.target, options=self.options)
+
+
+class Compilers:
+    """The processes, until `close`. If they fail, nothing is compiled.
+
+    Args:
+        workers: how many compile at the same time.
+    """
+
+    def __init__(self, workers: int) -> None:
+        # Without a GPU, kernels are there but nothing of CUDA is, so that workers can be forked.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+        self._server = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(workers)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        self._waiting: dict[int, Future[None]] = {}
+        self._lock, self._closed = threading.Lock(), False
+        self._reader = threading.Thread(target=self._read, name="compilers", daemon=True)
+        self._reader.start()
+
+    def compile(self, function: Callable[..., Any]) -> None:
+        """Compile what a function would, see `Kernel.of`, and wait for it."""
+        kernel = Kernel.of(function)
+        if kernel is None:
+            return
+        done: Future[None] = Future()
+        with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
+            frame = pickle.dumps(kernel)
+            with self._lock:
+                if self._closed:
+                    return
+                self._waiting[len(self._waiting)] = done
+                assert self._server.stdin is not None
+                self._server.stdin.write(NUMBER.pack(len(frame)) + frame)
+                self._server.stdin.flush()
+            done.result(LONGEST)
+
+    def close(self) -> None:
+        """End them."""
+        # The server is not reaped yet, so the group is still its own.
+        os.killpg(self._server.pid, signal.SIGKILL)
+        self._reader.join()
+        self._server.wait()
+
+    def _read(self) -> None:
+        """Take the numbers of what is done, then tell everyone who still waits."""
+        assert self._server.stdout is not None
+        with contextlib.suppress(OSError):
+            while frame := self._server.stdout.read(NUMBER.size):
+                self._waiting[NUMBER.unpack(frame)[0]].set_result(None)
+        with self._lock:
+            self._closed = True
+            for done in self._waiting.values():
+                if not done.done():
+                    done.set_result(None)
+
+
+def serve(tasks: BinaryIO, answers: BinaryIO, workers: int) -> ProcessPoolExecutor:
+    """Compile what comes until the tasks end; the workers, which may not have."""
+    lock = threading.Lock()
+
+    def answer(number: int, _: Future[None]) -> None:
+        with lock:
+            answers.write(NUMBER.pack(number))
+            answers.flush()
+
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"))
+    for number in itertools.count():
+        frame = tasks.read(NUMBER.size)
+        if not frame:
+            break
+        kernel: Kernel = pickle.loads(tasks.read(NUMBER.unpack(frame)[0]))
+        done = pool.submit(kernel.compile)
+        done.add_done_callback(functools.partial(answer, number))
+    return pool
+
+
+if __name__ == "__main__":
+    # Workers that are forked now share what is imported.
+    importlib.import_module("cairn.ops")
+    # What the compiler prints must not come between the answers.
+    _answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, _answers, int(sys.argv[1]))
+    # The client has ended: so do the workers, whatever they do.
+    os.killpg(0, signal.SIGKILL)
