@@ -20,7 +20,7 @@ from cairn.specs.disaggregation import (
     resolve_disaggregation,
 )
 from cairn.specs.experts import Balance, ExpertOptions, resolve_experts
-from cairn.specs.kv_format import FP4_E2M1, FP8_E4M3, KV_FORMATS
+from cairn.specs.kv_format import KV_FORMATS
 from cairn.specs.media import MediaLimits, MediaOptions, media_model, resolve_media
 from cairn.specs.model import ModelSpec
 from cairn.specs.nodes import NodeOptions, Nodes, resolve_nodes
@@ -64,7 +64,7 @@ class EngineOptions(
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: "auto", "cpu", "cuda" or "cuda:N", which becomes the process's current device.
         kv_cache_dtype: of what pages hold: "auto" (the dtype), "bf16" (must be it), "fp8_e4m3" or
-            "fp4_e2m1" (on a CPU) of keys and values, "fp8_ds" of latent attention.
+            "fp4_e2m1" of keys and values, "fp8_ds" of latent attention.
         max_model_len: longest sequence in user tokens, prompt and output together.
         allow_long_max_model_len: max_model_len may be longer than the model was made for.
         kv_cache_memory: bytes of the page pool of each rank, or text such as "4GiB".
@@ -225,7 +225,7 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
     return EngineConfig(
         model=model,
         dtype=dtype,
-        kv_cache_dtype=_resolve_kv_dtype(options, dtype, device),
+        kv_cache_dtype=_resolve_kv_dtype(options, dtype),
         device=device,
         page_size=page_size,
         seed=options.seed,
@@ -299,18 +299,12 @@ def _resolve_quantization(options: EngineOptions, model: ModelSpec) -> ModelSpec
     return replace(model, quantization=QuantizationSpec("on_load"))
 
 
-def _resolve_kv_dtype(options: EngineOptions, dtype: str, device: str) -> str:
+def _resolve_kv_dtype(options: EngineOptions, dtype: str) -> str:
     """Dtype of the cache: the engine's dtype, or one of SMALL_KV_DTYPES."""
     if options.kv_cache_dtype == "bf16" and dtype != "bfloat16":
         raise BadConfig(
             f"kv_cache_dtype is bf16, but dtype is {dtype}",
             f"Use auto, {' or '.join(SMALL_KV_DTYPES)}",
-        )
-    if options.kv_cache_dtype == FP4_E2M1.name and device != "cpu":
-        raise BadConfig(
-            f"kv_cache_dtype is {FP4_E2M1.name}, which has no kernels on {device}: it runs on a "
-            "CPU alone",
-            f"Use {FP8_E4M3.name}, or --device cpu",
         )
     return options.kv_cache_dtype if options.kv_cache_dtype in SMALL_KV_DTYPES else dtype
 

@@ -20,7 +20,7 @@ from cairn.errors import BadConfig
 from cairn.specs.kv_format import KV_FORMATS, KvFormat
 
 BYTES = torch.uint8
-"""Of quantized keys and values."""
+"""Of records of latent attention and index keys in 8 bits."""
 LINEAR, PRESHUFFLED = "linear", "preshuffled"
 """Layouts of a page's numbers."""
 
@@ -132,7 +132,7 @@ class PageFormat:
         if self.kv is None:
             width, dtype = head_dim, self.dtype
         elif self.kv.holds(head_dim):
-            width, dtype = self.kv.slot_bytes(head_dim), BYTES
+            width, dtype = self.kv.slot_bytes(head_dim), getattr(torch, self.kv.dtype)
         else:
             raise BadConfig(
                 f"kv_cache_dtype is {self.kv.name}, but heads of {head_dim} numbers are not whole "

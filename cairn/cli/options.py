@@ -155,7 +155,7 @@ ENGINE = (
         "--kv-cache-dtype",
         type=click.Choice(KV_CACHE_DTYPES),
         help="Dtype of the cache: fp8_e4m3 (keys and values) or fp8_ds (latent or compressed "
-        "attention) takes about half the memory of bfloat16; fp4_e2m1 (keys and values, on a CPU) "
+        "attention) takes about half the memory of bfloat16; fp4_e2m1 (keys and values) "
         "between a quarter and a third.  [default: auto, as --dtype]",
     ),
     click.option(

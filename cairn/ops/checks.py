@@ -15,7 +15,7 @@ from torch import Tensor
 from cairn.errors import BadArgument
 from cairn.ops.launch_cache.plans import is_traced
 from cairn.ops.waiting import waits
-from cairn.specs.kv_format import format_of
+from cairn.specs.kv_format import KV_FORMATS
 
 R = TypeVar("R")
 
@@ -25,8 +25,9 @@ FLOAT32 = (torch.float32,)
 INDICES = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
-BYTES = torch.uint8
-CACHED = (*FLOATS, BYTES)
+QUANTIZED = {getattr(torch, form.dtype): form for form in KV_FORMATS.values()}
+"""Formats of quantized caches by their dtype."""
+CACHED = (*FLOATS, *QUANTIZED)
 """Keys and values in pages, as they are or quantized."""
 _KINDS: dict[str, tuple[Any, str]] = {
     "Tensor": (Tensor, "a tensor"),
@@ -170,17 +171,15 @@ def check_cache(op: str, cache: Tensor, like: Tensor | None = None) -> tuple[int
 
     Returns its (pages, h_kv, S, d).
     """
-    small = cache.dtype == BYTES
-    expect(op, "k_cache", cache, 4, CACHED, like, -1 if small else 0)
-    pages, heads, size, dim = cache.shape
+    form = QUANTIZED.get(cache.dtype)
+    expect(op, "k_cache", cache, 4, CACHED, like, 0 if form is None else -1)
+    pages, heads, size, width = cache.shape
     if heads == 0 or size == 0:
         wanted = "[pages, h_kv, S, d], h_kv > 0 and S > 0"
         refuse(op, "k_cache", f"has shape {list(cache.shape)}, not {wanted}")
-    if small:
-        found = format_of(dim)
-        if found is None:
-            refuse(op, "k_cache", f"has {dim} bytes a slot, no quantized head")
-        dim = found[1]
+    dim = width if form is None else form.head_dim(width)
+    if dim is None:
+        refuse(op, "k_cache", f"is {cache.dtype} with {width} bytes a slot, no quantized head")
     return pages, heads, size, dim
 
 
@@ -189,7 +188,7 @@ def check_caches(
 ) -> tuple[int, int, int, int]:
     """`check_cache`; and `v_cache` is of the same form, dense if quantized."""
     form, dtype = check_cache(op, k_cache, like), k_cache.dtype
-    expect(op, "v_cache", v_cache, k_cache.shape, (dtype,), like, -1 if dtype == BYTES else 0)
+    expect(op, "v_cache", v_cache, k_cache.shape, (dtype,), like, -1 if dtype in QUANTIZED else 0)
     return form
 
 

@@ -18,7 +18,7 @@ from cairn.ops.call import Call
 from cairn.ops.implementation import Implementation
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import Op, Tolerance
-from cairn.specs.kv_format import FP8_E4M3, KvFormat
+from cairn.specs.kv_format import FP4_E2M1, FP8_E4M3, KvFormat
 
 TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float64: (1e-9, 1e-12),
@@ -115,6 +115,12 @@ class Make:
     def __init__(self, device: str = "cpu", seed: int = 0) -> None:
         self.device = device
         self.generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def kv_formats(self) -> tuple[KvFormat, ...]:
+        """Formats of the quantized caches in cases: one where kernels are interpreted, which takes
+        seconds a case; there `tests/ops/cache` has calls of the other."""
+        return (FP8_E4M3,) if self.device == "cpu" else (FP8_E4M3, FP4_E2M1)
 
     def args(self, *args: Any, **kwargs: Any) -> Arguments:
         """A call with these arguments."""

@@ -12,11 +12,13 @@ class KvFormat:
     Attributes:
         name: as `--kv-cache-dtype` calls it.
         bits: of a number.
+        dtype: of the cache's tensors, by torch's name; it tells one format from another.
         block: numbers that share a scale; None: all of the head's.
     """
 
     name: str
     bits: int
+    dtype: str
     block: int | None = None
 
     def number_bytes(self, dim: int) -> int:
@@ -24,28 +26,26 @@ class KvFormat:
         return dim * self.bits // 8
 
     def scale_bytes(self, dim: int) -> int:
-        """Bytes of their scales. Where there are several, one byte of padding makes the bytes of a
-        slot an even number: a format with one scale has an odd one, see `format_of`."""
-        if self.block is None:
-            return 1
-        count = dim // self.block
-        return count + (self.number_bytes(dim) + count) % 2
+        """Bytes of their scales."""
+        return 1 if self.block is None else dim // self.block
 
     def slot_bytes(self, dim: int) -> int:
         """Bytes of both."""
         return self.number_bytes(dim) + self.scale_bytes(dim)
+
+    def head_dim(self, slot_bytes: int) -> int | None:
+        """Numbers of a head that take so many bytes; None: no head takes so many."""
+        if self.block is None:
+            dim = (slot_bytes - 1) * 8 // self.bits
+        else:
+            dim = slot_bytes // self.slot_bytes(self.block) * self.block
+        return dim if self.holds(dim) and self.slot_bytes(dim) == slot_bytes else None
 
     def holds(self, dim: int) -> bool:
         """Whether heads of `dim` numbers can be stored: in whole blocks."""
         return dim > 0 and dim % (self.block or 2) == 0
 
 
-FP8_E4M3 = KvFormat("fp8_e4m3", bits=8)
-FP4_E2M1 = KvFormat("fp4_e2m1", bits=4, block=16)
+FP8_E4M3 = KvFormat("fp8_e4m3", bits=8, dtype="uint8")
+FP4_E2M1 = KvFormat("fp4_e2m1", bits=4, dtype="int8", block=16)
 KV_FORMATS = {form.name: form for form in (FP8_E4M3, FP4_E2M1)}
-
-
-def format_of(slot_bytes: int) -> tuple[KvFormat, int] | None:
-    """The format and the numbers of a head that take so many bytes a slot; None: none does."""
-    form, dim = (FP8_E4M3, slot_bytes - 1) if slot_bytes % 2 else (FP4_E2M1, slot_bytes // 9 * 16)
-    return (form, dim) if form.holds(dim) and form.slot_bytes(dim) == slot_bytes else None

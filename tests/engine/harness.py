@@ -83,7 +83,13 @@ def _poison_frames(frames: Frames) -> None:
         empty[held[held >= 0].long()] = False
         layer, head = divmod(number, frames.heads)
         for tensor in frames.near.values():
-            tensor[layer, empty, head] = NOT_FINITE if tensor.dtype == BYTES else float("nan")
+            numbers, nan = poisoned(tensor)
+            numbers[layer, empty, head] = nan
+
+
+def poisoned(tensor: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The tensor, or its bytes, and what to fill it with: what it is worth is then NaN."""
+    return (tensor.view(BYTES), NOT_FINITE) if tensor.itemsize == 1 else (tensor, float("nan"))
 
 
 def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bool) -> None:
@@ -96,7 +102,8 @@ def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bo
     if fresh:
         pages = torch.tensor(fresh)
         for tensor in tensors:
-            tensor[pages] = NOT_FINITE if tensor.dtype == BYTES else float("nan")
+            numbers, nan = poisoned(tensor)
+            numbers[pages] = nan
 
 
 def occupy(cache: PageCache, keep: int, keep_window: int | None = None) -> Lease:

@@ -73,8 +73,8 @@ def _(make: Make) -> Cases:
             yield make.args(*few, mask_landmarks=True)
             none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
             yield make.args(*none)
-            if size == 8:
-                bytes_of = paged.quantized()
+            for form in make.kv_formats if size == 8 else ():
+                bytes_of = paged.quantized(form)
                 small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
                 yield make.args(*small, mask_landmarks=True)
     # Steps that the library implementation may take: a decode step and a mixed one; on a GPU also
@@ -145,8 +145,8 @@ def _(make: Make) -> Cases:
                 yield make.args(*one, window, mask_landmarks=True)
             none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
             yield make.args(*none, window)
-            if size == 8:
-                bytes_of = paged.quantized()
+            for form in make.kv_formats if size == 8 else ():
+                bytes_of = paged.quantized(form)
                 small = (q, bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
                 yield make.args(*small, window, aligned=True, mask_landmarks=True)
     if make.device != "cpu":  # as many tiles as fill a GPU, of wide heads
@@ -157,3 +157,9 @@ def _(make: Make) -> Cases:
             given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table, 512)
             yield make.args(*given, aligned=True, mask_landmarks=True, dtype=torch.bfloat16)
             yield make.args(*given, chunked=True)
+        for form in make.kv_formats:
+            bytes_of = paged.quantized(form)
+            small = (bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
+            for some in (slice(0, 900), slice(0, 7)):
+                one = (q[some], *small[:2], row[some], slot[some], paged.page_table)
+                yield make.args(*one, 512, aligned=True, mask_landmarks=True)

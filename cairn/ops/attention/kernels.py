@@ -10,7 +10,7 @@ mask, or an index that is not plainly ascending, would cost the wide loads.
 
 from __future__ import annotations
 
-from cairn.ops.cache.kernels import scales, worth
+from cairn.ops.cache.kernels import pair_scales, pairs_worth, scales, slot_start, worth
 from cairn.ops.gpu import tl, triton
 from cairn.ops.pdl import ask_for, await_previous
 
@@ -62,9 +62,12 @@ def load_keys(
     Args:
         DTYPE: what those of a quantized cache become; others stay as they are.
     """
-    key = load_columns(head + line, alive, DIM, DP, ONCE)
-    if head.dtype.element_ty == tl.uint8:
-        key = worth(key, scales(head, line, inner, alive, DIM, SIZE)[None, :], DTYPE)
+    if head.dtype.element_ty == tl.int8:
+        key = tl.trans(load_values(head, line, inner, alive, DTYPE, DIM, SIZE, DP, ONCE))
+    else:
+        key = load_columns(head + line, alive, DIM, DP, ONCE)
+        if head.dtype.element_ty == tl.uint8:
+            key = worth(key, scales(head, line, inner, alive, DIM, SIZE)[None, :], DTYPE)
     return key
 
 
@@ -75,9 +78,13 @@ def load_values(
     ONCE: tl.constexpr = False,
 ):  # fmt: skip
     """[N, DP]: `load_keys`, not transposed."""
-    value = load_rows(head + line, alive, DIM, DP, ONCE)
-    if head.dtype.element_ty == tl.uint8:
-        value = worth(value, scales(head, line, inner, alive, DIM, SIZE)[:, None], DTYPE)
+    if head.dtype.element_ty == tl.int8:
+        pair = load_rows(head + line, alive, DIM // 2, DP // 2, ONCE)
+        value = pairs_worth(pair, pair_scales(head, line, inner, alive, DIM, SIZE, DP), DTYPE)
+    else:
+        value = load_rows(head + line, alive, DIM, DP, ONCE)
+        if head.dtype.element_ty == tl.uint8:
+            value = worth(value, scales(head, line, inner, alive, DIM, SIZE)[:, None], DTYPE)
     return value
 
 
@@ -102,8 +109,9 @@ def store_rows(at, value, alive, DIM: tl.constexpr, DP: tl.constexpr, ONCE: tl.c
 
 @triton.jit
 def block_lines(
-    table, start, high, page_stride, DIM: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr
-):
+    cache, table, start, high, page_stride,
+    DIM: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """[KEYS] int64, where slots start .. of a row lie in a head of the cache; anywhere behind slot
     `high`. start % KEYS = 0."""
     t = start + tl.arange(0, KEYS)
@@ -111,7 +119,7 @@ def block_lines(
         page = tl.load(table + start // SIZE).to(tl.int64)
     else:
         page = tl.load(table + t // SIZE, mask=t <= high, other=0).to(tl.int64)
-    return page * page_stride + t % SIZE * DIM
+    return page * page_stride + slot_start(cache, t % SIZE, DIM)
 
 
 @triton.jit
@@ -175,7 +183,7 @@ def attend_blocks(
     """`attend_block` of slots begin .. end - 1, begin a multiple of KEYS, through the page table of
     their row."""
     for start in range(begin, end, KEYS):
-        line = block_lines(table, start, high, page_stride, DIM, SIZE, KEYS)
+        line = block_lines(k_head, table, start, high, page_stride, DIM, SIZE, KEYS)
         best, total, acc = attend_block(
             query, best, total, acc, k_head, v_head, line, start, low, high, first, last, mine,
             factor, DIM, SIZE, DP, KEYS, EDGE, MASKED, PRECISION,
@@ -380,7 +388,8 @@ def tile_kernel(
 def ask_for_block(k_head, v_head, line, DIM: tl.constexpr):
     """Prefetch the keys and values of the slots at `line` [KEYS] into the cache."""
     LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
-    for part in tl.static_range(0, DIM, LINE):
+    WIDTH: tl.constexpr = DIM // 2 if k_head.dtype.element_ty == tl.int8 else DIM
+    for part in tl.static_range(0, WIDTH, LINE):
         ask_for(k_head + line + part)
         ask_for(v_head + line + part)
 
@@ -419,7 +428,7 @@ def attend_split(
         begin = (low // KEYS + split) * KEYS
         # Clamp: a block after the last slot is not read, and the page table may not reach that far.
         known = tl.maximum(tl.minimum(begin, this_slot // KEYS * KEYS), 0)
-        line = block_lines(table, known, this_slot, page_stride, DIM, SIZE, KEYS)
+        line = block_lines(k_cache, table, known, this_slot, page_stride, DIM, SIZE, KEYS)
         if PDL:  # noqa: SIM102
             if begin <= this_slot:
                 ask_for_block(k_cache + at_head, v_cache + at_head, line, DIM)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
 from cairn.ops.pdl import await_previous
-from cairn.ops.quantization.kernels import fp8_by_integers
+from cairn.ops.quantization.kernels import (
+    e2m1_words,
+    e4m3_rounded,
+    fp8_by_integers,
+    inverse_of,
+    largest_bits,
+)
 
 
 @triton.jit
@@ -26,6 +32,30 @@ def quantized(x):
 
 
 @triton.jit
+def quantized_pairs(x):
+    """The rows of x [M, N] in 4 bits, see `cairn.ops.cache.quantized`: pairs of codes [M, N / 2]
+    and scales [M, N / 16], as bytes; N is a multiple of 16."""
+    M: tl.constexpr = x.shape[0]
+    BLOCKS: tl.constexpr = x.shape[1] // 16
+    number = tl.reshape(x.to(tl.float32), (M * BLOCKS, 8, 2))
+    bits = tl.max(largest_bits(number, 2), 1)
+    largest = bits.to(tl.float32, bitcast=True)
+    scale, code = e4m3_rounded(largest * 0.16666666666666666)
+    place = tl.arange(0, 2)[None, None, :] * 4
+    pairs = e2m1_words(number, inverse_of(scale)[:, None, None], place)
+    code = tl.where(bits < 0x7F800000, code, 255).to(tl.int8)
+    return tl.reshape(pairs.to(tl.int8), (M, 8 * BLOCKS)), tl.reshape(code, (M, BLOCKS))
+
+
+@triton.jit
+def slot_start(cache, inner, DIM: tl.constexpr):
+    """Where the numbers of slots `inner` begin in their page, of a head; in a cache of int8 a byte
+    holds two."""
+    WIDTH: tl.constexpr = DIM // 2 if cache.dtype.element_ty == tl.int8 else DIM
+    return inner * WIDTH
+
+
+@triton.jit
 def scales(head, line, inner, alive, DIM: tl.constexpr, SIZE: tl.constexpr):
     """[N] float32: the scales of the slots `inner` of pages whose numbers are at head + line."""
     exponent = tl.load(head + line + (SIZE * DIM + inner * (1 - DIM)), mask=alive, other=0)
@@ -38,6 +68,59 @@ def worth(byte, scale, DTYPE: tl.constexpr):
     bits = ((byte.to(tl.int32) & 0x80) << 24) | ((byte.to(tl.int32) & 0x7F) << 20)
     number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
     return (number * scale).to(DTYPE)
+
+
+@triton.jit
+def pair_scales(
+    head, line, inner, alive, DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """[N, DP / 16] float32: `scales`, of a cache in 4 bits."""
+    b = tl.arange(0, DP // 16)
+    shown = alive[:, None]
+    if DP != DIM:
+        shown = shown & (b < DIM // 16)[None, :]
+    at = line + (SIZE * (DIM // 2) + inner * (DIM // 16 - DIM // 2))
+    code = tl.load(head + at[:, None] + b[None, :], mask=shown, other=0).to(tl.int32) & 0xFF
+    number = (code << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    return tl.where(code == 255, float("nan"), number)
+
+
+@triton.jit
+def pairs_worth(pair, scale, DTYPE: tl.constexpr):
+    """[N, DP] of DTYPE: what pairs of codes [N, DP / 2] are worth by scales [N, DP / 16]."""
+    N: tl.constexpr = scale.shape[0]
+    BLOCKS: tl.constexpr = scale.shape[1]
+    word = pair.to(tl.int32)
+    # The lowest bits of exponent and mantissa: a number is 2 ** 126 times that.
+    low = ((word & 7) << 22) | ((word & 8) << 28)
+    high = ((word & 0x70) << 18) | ((word & 0x80) << 24)
+    bits = tl.reshape(tl.interleave(low, high), (N, BLOCKS, 16))
+    number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return tl.reshape((number * scale[:, :, None]).to(DTYPE), (N, BLOCKS * 16))
+
+
+@triton.jit
+def store_slot(
+    cache, block, inner, x, written, DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr
+):  # fmt: skip
+    """Store x [M, DP] in slot `inner` of M heads' pages, which begin at `block` [M], where
+    written."""
+    d = tl.arange(0, DP)
+    shown = written[:, None] & (d < DIM)[None, :]
+    start = block + slot_start(cache, inner, DIM)
+    if cache.dtype.element_ty == tl.int8:
+        pair, scale = quantized_pairs(x)
+        d = tl.arange(0, DP // 2)
+        shown = written[:, None] & (d < DIM // 2)[None, :]
+        b = tl.arange(0, DP // 16)
+        behind = block + SIZE * (DIM // 2) + inner * (DIM // 16)
+        mask = written[:, None] & (b < DIM // 16)[None, :]
+        tl.store(cache + behind[:, None] + b[None, :], scale, mask=mask)
+        x = pair
+    elif cache.dtype.element_ty == tl.uint8:
+        x, exponent = quantized(x)
+        tl.store(cache + block + SIZE * DIM + inner, exponent, mask=written)
+    tl.store(cache + start[:, None] + d[None, :], x, mask=shown)
 
 
 @triton.jit(early=())
@@ -59,18 +142,10 @@ def write_kv_kernel(
     key = tl.load(k + token * k_stride + read, mask=inside, other=0.0)
     value = tl.load(v + token * v_stride + read, mask=inside, other=0.0)
     at = tl.load(location + token)
-    inside = inside & (at >= 0)
+    written = (head < HEADS) & (at >= 0)
     block = (at // SIZE) * page_stride + head.to(tl.int64) * head_stride
-    write = block[:, None] + (at % SIZE) * DIM + d[None, :]
-    if k_cache.dtype.element_ty == tl.uint8:
-        behind = block + SIZE * DIM + at % SIZE
-        key, key_exponent = quantized(key)
-        value, value_exponent = quantized(value)
-        written = (head < HEADS) & (at >= 0)
-        tl.store(k_cache + behind, key_exponent, mask=written)
-        tl.store(v_cache + behind, value_exponent, mask=written)
-    tl.store(k_cache + write, key, mask=inside)
-    tl.store(v_cache + write, value, mask=inside)
+    store_slot(k_cache, block, at % SIZE, key, written, DIM, SIZE, DP)
+    store_slot(v_cache, block, at % SIZE, value, written, DIM, SIZE, DP)
 
 
 @triton.jit

@@ -1,15 +1,15 @@
 """Keys and values in 8 or 4 bits, with scales for every slot and KV head.
 
-A quantized cache is bytes: [pages, h_kv, S, b] uint8, contiguous, where b = `KvFormat.slot_bytes`
-of d numbers tells the format. The bytes of one page and KV head are one block: the numbers of its
-slots, and behind them the slots' scales.
+A quantized cache is bytes: [pages, h_kv, S, b], contiguous, where b = `KvFormat.slot_bytes` of d
+numbers; its dtype, uint8 or int8, tells the format. The bytes of one page and KV head are one
+block: the numbers of its slots, and behind them the slots' scales.
 
-* fp8_e4m3: a float8 e4m3 number is a byte, and a slot has an exponent e: a number x is worth
-  x * 2 ** (e - 127). A slot that was given an infinity or NaN is NaN as a whole: 0 times infinity,
-  with e = 255.
-* fp4_e2m1: two e2m1 numbers share a byte, the first in its low half, and every 16 numbers of a slot
-  have an e4m3 scale, e4m3(largest / 6), which they are multiplied by. 16 numbers that were given an
-  infinity or NaN are NaN.
+* fp8_e4m3 (uint8): a float8 e4m3 number is a byte, and a slot has an exponent e: a number x is
+  worth x * 2 ** (e - 127). A slot that was given an infinity or NaN is NaN as a whole: 0 times
+  infinity, with e = 255.
+* fp4_e2m1 (int8): two e2m1 numbers share a byte, the first in its low half, and every 16 numbers of
+  a slot have an e4m3 scale, e4m3(largest / 6), which they are multiplied by. 16 numbers that were
+  given an infinity or NaN are NaN.
 
 A page fills token by token. A scale of the whole page would depend on tokens that come later, or
 change when they come, and what a query reads on how the sequence was cut into steps. A slot's scale
@@ -23,9 +23,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cairn.ops.checks import QUANTIZED
 from cairn.ops.quantization import nvfp4
 from cairn.ops.quantization.codes import E4M3
-from cairn.specs.kv_format import FP8_E4M3, KvFormat, format_of
+from cairn.specs.kv_format import FP8_E4M3, KvFormat
 
 NUMBER = torch.float8_e4m3fn
 BYTES = torch.uint8
@@ -34,15 +35,16 @@ NOT_FINITE = 255
 
 
 def is_quantized(cache: Tensor) -> bool:
-    """Whether a cache is bytes."""
-    return cache.dtype == BYTES
+    """Whether a cache is of a format in fewer bits."""
+    return cache.dtype in QUANTIZED
 
 
 def form_of(cache: Tensor) -> tuple[KvFormat, int]:
     """Format of a quantized cache [pages, h_kv, S, b], and the numbers of a head, d."""
-    found = format_of(cache.shape[3])
-    assert found is not None, f"{cache.shape[3]} bytes a slot are no quantized head"
-    return found
+    form = QUANTIZED[cache.dtype]
+    dim = form.head_dim(cache.shape[3])
+    assert dim is not None, f"{cache.shape[3]} bytes a slot are no quantized head"
+    return form, dim
 
 
 def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +52,7 @@ def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
     [pages, h_kv, S, ..] of its slots."""
     (form, dim), size = form_of(cache), cache.shape[2]
     numbers = form.number_bytes(dim)
-    blocks = cache.view(*cache.shape[:2], -1)
+    blocks = cache.view(BYTES).view(*cache.shape[:2], -1)
     return (
         blocks[..., : size * numbers].unflatten(-1, (size, numbers)),
         blocks[..., size * numbers :].unflatten(-1, (size, -1)),
@@ -65,9 +67,7 @@ def encode(x: Tensor, form: KvFormat) -> tuple[Tensor, Tensor]:
     one = torch.ones((), dtype=torch.float32, device=x.device)
     numbers, scales = nvfp4.quantize(x, one)
     finite = x.isfinite().unflatten(-1, (-1, nvfp4.BLOCK)).all(dim=-1)
-    scales = scales.view(BYTES).masked_fill(~finite, NOT_FINITE)
-    padding = form.scale_bytes(x.shape[-1]) - scales.shape[-1]
-    return numbers, torch.nn.functional.pad(scales, (0, padding))
+    return numbers, scales.view(BYTES).masked_fill(~finite, NOT_FINITE)
 
 
 def decode(numbers: Tensor, scales: Tensor, form: KvFormat) -> Tensor:
@@ -75,8 +75,7 @@ def decode(numbers: Tensor, scales: Tensor, form: KvFormat) -> Tensor:
     if form == FP8_E4M3:
         return dequantize(numbers, scales.squeeze(-1))
     codes = nvfp4.unpacked(numbers).unflatten(-1, (-1, nvfp4.BLOCK))
-    scale = scales.view(E4M3)[..., : codes.shape[-2]].float()
-    return (codes * scale.unsqueeze(-1)).flatten(-2)
+    return (codes * scales.view(E4M3).float().unsqueeze(-1)).flatten(-2)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +106,8 @@ def scales(exponents: Tensor) -> Tensor:
 def pack(values: Tensor, form: KvFormat = FP8_E4M3) -> Tensor:
     """Whole pages [..., S, d] as a quantized cache holds them, [..., S, b] bytes."""
     blocks = torch.cat([part.flatten(-2) for part in encode(values, form)], dim=-1)
-    return blocks.view(*values.shape[:-1], form.slot_bytes(values.shape[-1]))
+    width = form.slot_bytes(values.shape[-1])
+    return blocks.view(*values.shape[:-1], width).view(getattr(torch, form.dtype))
 
 
 def take(cache: Tensor, *index: Tensor) -> Tensor:
@@ -116,14 +116,9 @@ def take(cache: Tensor, *index: Tensor) -> Tensor:
     return decode(numbers[index], found[index], form_of(cache)[0])
 
 
-def read_by_kernels(cache: Tensor) -> bool:
-    """Whether kernels read and write the format of a quantized cache: that of 8 bits alone."""
-    return form_of(cache)[0] == FP8_E4M3
-
-
 def fits(x: Tensor, cache: Tensor) -> bool:
     """Whether kernels read the cache for queries, or write keys, x [T, heads, d]."""
     dim = x.shape[2]
     if is_quantized(cache):
-        return read_by_kernels(cache) and form_of(cache)[1] == dim and cache.is_contiguous()
+        return form_of(cache)[1] == dim and cache.is_contiguous()
     return x.dtype == cache.dtype and cache.stride()[2:] == (dim, 1)

@@ -64,8 +64,9 @@ def _(make: Make) -> Cases:
         for softmax1, more in ((False, {}), (True, {"store_summaries": True})):
             yield make.args(q, z, *framed, key, bias, *where, softmax1, **more)
         yield make.args(q, z, *framed, key, None, *where, True, strategy="head")
-        packed = [quantized.pack(cache) for cache in framed[:-1]]
-        yield make.args(q, z, *packed, framed[-1], key, bias, *where, True)
+        for form in make.kv_formats:
+            packed = [quantized.pack(cache, form) for cache in framed[:-1]]
+            yield make.args(q, z, *packed, framed[-1], key, bias, *where, True)
         none = (row[:0], slot[:0], *where[2:])
         yield make.args(q[:0], z[:0], *framed, key, bias, *none, True)
 
@@ -105,8 +106,9 @@ def _(make: Make) -> Cases:
         yield make.args(q[5:6], z[5:6], *caches, key, bias, *one, True)
         none = (row[:0], slot[:0], *where[2:])
         yield make.args(q[:0], z[:0], *caches, key, bias, *none, True)
-        bytes_of = paged.quantized()
-        yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, bias, *where, True)
+        for form in make.kv_formats:
+            bytes_of = paged.quantized(form)
+            yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, bias, *where, True)
         # Rows so short that they select every page before their windows.
         short = make.paged((6 * size, 9, 3 * size + 1), groups, size, 16, dtype=dtype)
         row, slot, _ = short.queries((size + 2, 9, 1))
@@ -125,6 +127,9 @@ def _(make: Make) -> Cases:
         key = make.randint(-1, 2, len(paged.k_cache), 16, 64).to(torch.bfloat16)
         where = (row, slot, paged.page_table, 256, 8)
         yield make.args(q, z, paged.k_cache, paged.v_cache, key, None, *where, True)
+        for form in make.kv_formats:
+            bytes_of = paged.quantized(form)
+            yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, None, *where, True)
 
 
 @mean_summary.cases
@@ -134,7 +139,8 @@ def _(make: Make) -> Cases:
         cache[2] = torch.nan
         yield make.args(cache, make.tensor([5, 0, 3], torch.int64))
         yield make.args(cache, make.tensor([], torch.int64))
-        yield make.args(quantized.pack(cache), make.tensor([5, 0, 3], torch.int64))
+        for form in make.kv_formats:
+            yield make.args(quantized.pack(cache, form), make.tensor([5, 0, 3], torch.int64))
 
 
 @page_attention.cases
@@ -172,8 +178,8 @@ def _(make: Make) -> Cases:
         many = make.randint(0, row.numel(), TUNING.page_sharing_tokens + 9)
         given = (row[many], paged.page_table, indices[many], weights[many])
         yield make.args(q[many], *caches, *given)
-        if size > 4:
-            bytes_of = paged.quantized()
+        for form in make.kv_formats if size > 4 else ():
+            bytes_of = paged.quantized(form)
             caches = (bytes_of.k_cache, bytes_of.v_cache)
             yield make.args(q[many], *caches, *given)
             yield make.args(

@@ -10,7 +10,7 @@ from cairn import ops
 from cairn.ops import gpu
 from cairn.ops.cache import quantized
 from cairn.ops.testing import Arguments, Make, Paged, check
-from cairn.specs.kv_format import FP4_E2M1, KV_FORMATS, format_of
+from cairn.specs.kv_format import FP4_E2M1, KV_FORMATS
 from tests.ops.test_every_op import CHOICES, of_gpu
 
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -55,13 +55,13 @@ def test_nothing_and_what_is_no_number():
         assert torch.equal(got[0], x[0]) and bool(got[1].isnan().all())
 
 
-def test_the_bytes_of_a_slot_tell_the_format():
+def test_the_bytes_of_a_slot_tell_the_size_of_a_head():
     for form in KV_FORMATS.values():
         for dim in range(2, 600, 2):
             if form.holds(dim):
-                assert format_of(form.slot_bytes(dim)) == (form, dim)
-    assert FP4_E2M1.slot_bytes(64) == 32 + 4 and FP4_E2M1.slot_bytes(80) == 40 + 6
-    assert format_of(12) is None and format_of(0) is None
+                assert form.head_dim(form.slot_bytes(dim)) == dim
+        assert form.head_dim(0) is None and form.head_dim(12) is None
+    assert FP4_E2M1.slot_bytes(64) == 32 + 4 and FP4_E2M1.slot_bytes(80) == 40 + 5
 
 
 def test_in_4_bits_numbers_are_the_nearest_of_eight_by_a_scale_of_16():
@@ -71,7 +71,7 @@ def test_in_4_bits_numbers_are_the_nearest_of_eight_by_a_scale_of_16():
     x = x * torch.logspace(-1, 2, 40).unsqueeze(1)
     x[3] = 0
     numbers, scales = quantized.encode(x, FP4_E2M1)
-    assert (numbers.shape, scales.shape) == ((40, 24), (40, 4))
+    assert (numbers.shape, scales.shape) == ((40, 24), (40, 3))
     got = quantized.decode(numbers, scales, FP4_E2M1)
     for block, found in zip(x.view(-1, 16), got.view(-1, 16), strict=True):
         scale = (block.abs().max() / 6).to(torch.float8_e4m3fn).float()
@@ -86,15 +86,15 @@ def test_in_4_bits_numbers_are_the_nearest_of_eight_by_a_scale_of_16():
 @pytest.mark.parametrize("form", KV_FORMATS.values(), ids=KV_FORMATS)
 def test_a_slot_is_stored_the_same_whenever_it_comes(form):
     """Alone or with others, first or last in its page, into a fresh or a used page."""
-    width = form.slot_bytes(16)
+    width, dtype = form.slot_bytes(16), getattr(torch, form.dtype)
     g = torch.Generator().manual_seed(2)
     k, v = (torch.randn(24, 2, 16, generator=g) * torch.rand(24, 1, 1, generator=g) for _ in "kv")
     location = torch.randperm(40, generator=g)[:24]
     caches = []
     for cuts in ((24,), (1,) * 24, (5, 7, 12)):
-        pair = [torch.full((5, 2, 8, width), 255, dtype=torch.uint8) for _ in "kv"]
+        pair = [torch.full((5, 2, 8, width), 255, dtype=torch.uint8).view(dtype) for _ in "kv"]
         if cuts == (5, 7, 12):
-            pair = [torch.randint(0, 99, cache.shape, dtype=torch.uint8) for cache in pair]
+            pair = [torch.randint(0, 99, cache.shape, dtype=dtype) for cache in pair]
         at = 0
         for count in cuts:
             part = slice(at, at + count)
@@ -166,26 +166,28 @@ def test_ops_read_what_it_is_worth(name, form, device):
     "op, name", [p for p in CHOICES if of_gpu(*p.values) and p.values[0].name in READERS]
 )
 def test_kernels_read_it_when_interpreted(op, name):
-    given = calls(Make().paged((25, 3), 1, 8, 16).quantized(), torch.float32, 2)[op.name]
-    accepted = op.accepts(name, *given.args, **given.kwargs)
-    assert accepted or name not in ("triton", "triton_few", "triton_splits")
-    if accepted:
-        check(op, name, given)
+    for form in KV_FORMATS.values():
+        given = calls(Make().paged((25, 3), 1, 8, 16).quantized(form), torch.float32, 2)[op.name]
+        accepted = op.accepts(name, *given.args, **given.kwargs)
+        assert accepted or name not in ("triton", "triton_few", "triton_splits")
+        if accepted:
+            check(op, name, given)
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
-def test_a_kernel_stores_the_same_bytes_when_interpreted():
+@pytest.mark.parametrize("form", KV_FORMATS.values(), ids=KV_FORMATS)
+def test_a_kernel_stores_the_same_bytes_when_interpreted(form):
     g = torch.Generator().manual_seed(4)
     k = torch.cat([E4M3, -E4M3, (E4M3[1:] + E4M3[:-1]) / 2, torch.tensor([448.0, -0.0, 0, 0])])
     k = torch.stack([k, k * 0.99, k * 1.01, torch.randn(k.shape, generator=g), k * 0, k * 2.0**-30])
     k = k.view(6, 3, 128)
     v = torch.randn(k.shape, generator=g) * torch.logspace(-12, 0, 128)
     v[3, 1, 5], v[4, 2, 0] = math.nan, -math.inf
-    caches = [torch.zeros(3, 3, 4, 129, dtype=torch.uint8) for _ in "kv"]
+    caches = [quantized.pack(torch.zeros(3, 3, 4, 128), form) for _ in "kv"]
     kernel = [cache.clone() for cache in caches]
     location = torch.tensor([0, 7, -1, 3, 8, 11])
     ops.write_kv.reference(k, v, *caches, location)
     ops.write_kv.using("triton")(k, v, *kernel, location)
-    assert bool(whole(caches[1])[0, 1, 3].isnan().all())
+    assert bool(whole(caches[1])[0, 1, 3, :16].isnan().all())
     for got, wanted in zip(kernel, caches, strict=True):
         assert torch.equal(got, wanted)

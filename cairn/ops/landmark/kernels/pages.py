@@ -14,6 +14,7 @@ programs run; what is computed for a pair, and the order of the sums, do not.
 from __future__ import annotations
 
 from cairn.ops.attention.kernels import load_keys, load_rows, load_values, store_rows
+from cairn.ops.cache.kernels import slot_start
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid_barrier import arrive
 from cairn.ops.pdl import await_previous
@@ -30,7 +31,7 @@ def page_output(
     t = tl.arange(0, KEYS)
     inside = t < SIZE - 1
     shown = inside & there
-    at = line + t * DIM
+    at = line + slot_start(k_head, t, DIM)
     key = load_keys(k_head, at, t, shown, query.dtype, DIM, SIZE, DP, True)
     value = load_values(v_head, at, t, shown, query.dtype, DIM, SIZE, DP, True)
     logits = tl.dot(query, key, input_precision=PRECISION) * factor
@@ -214,7 +215,7 @@ def unit_kernel(
         count = tl.load(unit_pairs + unit)
         kv = line // pages
         page = (line % pages).to(tl.int64)
-        at = page * page_stride + kv.to(tl.int64) * head_stride + t * DIM
+        at = page * page_stride + kv.to(tl.int64) * head_stride + slot_start(k_cache, t, DIM)
         key = load_keys(k_cache, at, t, inside, q.dtype.element_ty, DIM, SIZE, DP)
         value = load_values(v_cache, at, t, inside, q.dtype.element_ty, DIM, SIZE, DP)
         for begin in range(0, count, PAIRS):

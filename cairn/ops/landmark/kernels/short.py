@@ -13,6 +13,7 @@ from cairn.ops.attention.kernels import (
     store_rows,
     tile_rows,
 )
+from cairn.ops.cache.kernels import slot_start
 from cairn.ops.gpu import tl, triton
 from cairn.ops.landmark.kernels.pages import layer_totals, load_scores
 from cairn.ops.landmark.kernels.select import tile_scores
@@ -80,7 +81,7 @@ def add_pages(
     t = tl.arange(0, KEYS)
     inside = t < SIZE - 1
     for c in range(most):
-        line = tl.load(table + c).to(tl.int64) * page_stride + t * DIM
+        line = tl.load(table + c).to(tl.int64) * page_stride + slot_start(k_head, t, DIM)
         score = tl.load(scores + c, mask=mine, other=float("-inf"))
         key = load_keys(k_head, line, t, inside, query.dtype, DIM, SIZE, DP)
         value = load_values(v_head, line, t, inside, query.dtype, DIM, SIZE, DP)

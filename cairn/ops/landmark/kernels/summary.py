@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cairn.ops.attention.kernels import load_values
+from cairn.ops.cache.kernels import slot_start
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
 
@@ -29,7 +30,7 @@ def store_summary(
     d = tl.arange(0, DP)
     inside = t < SIZE - 1
     kv = (head // (HEADS // KV_HEADS)).to(tl.int64)
-    at = page * page_stride + kv * head_stride + t * DIM
+    at = page * page_stride + kv * head_stride + slot_start(k_cache, t, DIM)
     keys = load_values(k_cache, at, t, inside, tl.float32, DIM, SIZE, DP)
     wanted = tl.load(query + head * DIM + d, mask=d < DIM, other=0.0)
     logits = tl.sum(keys.to(tl.float32) * (wanted.to(tl.float32) * scale)[None, :], 1)
@@ -79,7 +80,7 @@ def mean_summary_kernel(
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     page = tl.load(pages + n).to(tl.int64)
-    at = page * page_stride + kv.to(tl.int64) * head_stride + t * DIM
+    at = page * page_stride + kv.to(tl.int64) * head_stride + slot_start(k_cache, t, DIM)
     keys = load_values(k_cache, at, t, t < SIZE, tl.float32, DIM, SIZE, DP)
     mean = tl.sum(keys.to(tl.float32), 0) / SIZE
     place = (n * KV_HEADS + kv) * DIM + d
