@@ -159,7 +159,7 @@ def _(make: Make) -> Cases:
             yield make.args(*given, chunked=True)
         for form in make.kv_formats:
             bytes_of = paged.quantized(form)
-            small = (bytes_of.k_cache, bytes_of.v_cache, row, slot, paged.page_table)
-            for some in (slice(0, 900), slice(0, 7)):
-                one = (q[some], *small[:2], row[some], slot[some], paged.page_table)
-                yield make.args(*one, 512, aligned=True, mask_landmarks=True)
+            caches = (bytes_of.k_cache, bytes_of.v_cache)
+            for count in (900, 7):
+                where = (row[:count], slot[:count], paged.page_table)
+                yield make.args(q[:count], *caches, *where, 512, aligned=True, mask_landmarks=True)
