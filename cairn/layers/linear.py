@@ -97,12 +97,14 @@ class Experts(NamedTuple):
     """Experts of a mixture.
 
     Attributes:
-        total: how many there are.
+        total: how many tokens choose from.
         held: those of this rank, in the order of its places; None: all.
+        shared: experts behind them that every token runs.
     """
 
     total: int
     held: tuple[int, ...] | None = None
+    shared: int = 0
 
 
 class ExpertLinear(nn.Module):
@@ -117,7 +119,8 @@ class ExpertLinear(nn.Module):
         scheme: how the matrices are kept.
 
     Attributes:
-        experts: matrices that are here, E.
+        routed: matrices that are here of experts that tokens choose from.
+        experts: all matrices that are here, E; the last ones are of shared experts.
     """
 
     weight: nn.Parameter
@@ -138,21 +141,24 @@ class ExpertLinear(nn.Module):
     ) -> None:
         super().__init__()
         self._of, self.in_features, self.parts = experts, in_features, tuple(parts)
-        self.experts = experts.total if experts.held is None else len(experts.held)
+        self.routed = experts.total if experts.held is None else len(experts.held)
+        self.experts = self.routed + experts.shared
         self.out_features = sum(part.size for part in parts)
         self.fused, self.scheme = fused, scheme.of(self.parts, experts=True)
         self.scheme.create(self, dtype)
 
     def weights(self, source: Source) -> list[Weight]:
-        """One tensor for all experts where the checkpoint has that, else one for each matrix; those
-        of experts that are not here are ignored."""
-        total, held = self._of
+        """What fills the matrices of experts that tokens choose from: one tensor for all of them
+        where the checkpoint has that, else one for each matrix; those of experts that are not here
+        are ignored."""
+        total, held, _ = self._of
         if source.holds(self.fused):
             sizes, fused = (
                 tuple(part.size for part in self.parts),
                 self.scheme.fused_weights(self, source),
             )
-            return [replace(w, pieces=sizes, held=held) for w in fused]
+            at = slice(0, self.routed)
+            return [replace(w, pieces=sizes, held=held, at=at) for w in fused]
         places = range(total) if held is None else held
         place_of = {expert: place for place, expert in enumerate(places)}
         found: list[Weight] = []
@@ -161,6 +167,36 @@ class ExpertLinear(nn.Module):
             some = self.scheme.weights(self, source.within(str(expert)), place or 0)
             found += some if place is not None else [replace(w, parameter=None) for w in some]
         return found
+
+    def shared_weights(self, source: Source, axis: int) -> list[Weight]:
+        """What fills the matrices of shared experts, which a checkpoint holds as those of one.
+
+        Args:
+            axis: of a stored matrix along which the experts' own lie one behind the other.
+        """
+        found = self.scheme.weights(self, source, self.routed)
+        count = self._of.shared
+        return found if count == 1 else [_divided(weight, count, axis) for weight in found]
+
+
+def _divided(weight: Weight, count: int, axis: int) -> Weight:
+    """What fills the matrices of `count` experts from one stored tensor, cut along an axis.
+
+    Args:
+        weight: what fills the first one's from a tensor of its own.
+    """
+    assert isinstance(weight.at, tuple) and isinstance(weight.at[0], int)
+    first, each = weight.at[0], weight.transform
+    shape = list(weight.shape)
+    shape[axis] *= count
+
+    def cut(stored: Tensor) -> Tensor:
+        parts = stored.unflatten(axis, (count, -1)).movedim(axis, 0)
+        return parts if each is None else torch.stack([each(part) for part in parts])
+
+    at = (slice(first, first + count), *weight.at[1:])
+    # Ranks divide each of the experts, so what they read is not one part of the stored tensor.
+    return replace(weight, shape=tuple(shape), at=at, transform=cut, whole=True)
 
 
 class GatedLinear(Linear):

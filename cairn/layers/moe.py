@@ -1,11 +1,15 @@
-"""Mixture of experts: a router, the experts that it chooses, and one that every token runs."""
+"""Mixture of experts: a router, the experts that it chooses, and one that every token runs.
+
+The shared expert is a part of the grouped products where it can be: it is as wide as one or several
+routed experts, and its matrices are stored like theirs. Else, and with expert parallelism, it is a
+gated MLP of its own.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from cairn import ops
 from cairn.distributed.groups import ALONE, Group
 from cairn.distributed.rounds import Rounds
 from cairn.layers.expert_places import ExpertPlaces
@@ -33,6 +37,7 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         places: which experts the ranks or engines hold; None: each has a part of all.
+        shared: the shared expert, if it is a MLP of its own.
     """
 
     def __init__(
@@ -48,7 +53,6 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.spec, self.group, self.rounds = spec, group, rounds
         sharing = group if rounds is None else rounds.group
-        self.router = Router(spec.router, hidden, spec.experts, spec.active, dtype)
         names = spec.names
         up = [Rows(names.gate, spec.intermediate), Rows(names.up, spec.intermediate)]
         down = [Rows(names.down, hidden)]
@@ -57,47 +61,52 @@ class MixtureOfExperts(nn.Module):
         self.places: ExpertPlaces | None = None
         if spec.placement and not sharing.alone:
             self.places = ExpertPlaces(spec.placement, spec.experts, sharing)
-        experts = Experts(spec.experts, None if self.places is None else self.places.held)
+        own = scheme.within(spec.shared_name)
+        joined = _joined(spec, group, routed, own.of([*up, *down], experts=True))
+        held = None if self.places is None else self.places.held
+        experts = Experts(spec.experts, held, joined)
+        # A gate gives the shared expert's weight, also if that is a MLP of its own.
+        self.router = Router(spec, hidden, dtype, joined or int(spec.shared_gate))
         self.gate_up = ExpertLinear(experts, hidden, up, "gate_up_proj", dtype=dtype, scheme=routed)
         self.down = ExpertLinear(
             experts, spec.intermediate, down, "down_proj", dtype=dtype, scheme=routed
         )
         self.shared: GatedMLP | None = None
-        self.shared_gate: nn.Parameter | None = None
-        if spec.shared:
-            own = scheme.within(spec.shared_name)
+        if spec.shared and not joined:
             expert = DenseFfn(spec.shared, limit=spec.limit, names=names)
             self.shared = GatedMLP(hidden, expert, dtype=dtype, scheme=own)
-        if spec.shared_gate:
-            gate = torch.empty(1, hidden, dtype=dtype)
-            self.shared_gate = nn.Parameter(gate, requires_grad=False)
 
     def weights(self, source: Source) -> list[Weight]:
         """gate, experts.*, and the shared expert with its gate."""
         found, experts = self.router.weights(source), source.within("experts")
         found += self.gate_up.weights(experts) + self.down.weights(experts)
         name = self.spec.shared_name
+        own = source.within(name)
         if self.shared is not None:
-            found += self.shared.weights(source.within(name))
-        if self.shared_gate is not None:
-            shape = tuple(self.shared_gate.shape)
-            gate = Weight(source.name(f"{name}_gate.weight"), shape, self.shared_gate)
-            found.append(gate)
-        return found
+            found += self.shared.weights(own)
+        elif self.spec.shared:
+            found += self.gate_up.shared_weights(own, axis=0) + self.down.shared_weights(
+                own, axis=1
+            )
+        return found + self.router.shared_gate_weights(source, name)
 
     def forward(self, h: Hidden) -> Delta:
         """[T, hidden] -> the delta [T, hidden]."""
         x = h.value()
         weights, ids = self.router(x, h.ids)
+        share: Tensor | None = None
+        if self.shared is not None and self.spec.shared_gate:
+            weights, share = weights.tensor_split([self.spec.active], dim=1)
+            weights, ids = weights.contiguous(), ids[:, : self.spec.active].contiguous()
         if self.rounds is not None:
             assert h.slots is not None, "copies of experts take turns by slots"
             delta = self._in_round(self.rounds, x, weights, ids, h.slots)
-            return delta if self.shared is None else delta + self._shared(x)
+            return delta if self.shared is None else delta + self._shared(x, share)
         if self.places is not None:
             assert h.slots is not None, "copies of experts take turns by slots"
             ids = self.places.own(ids, h.slots)
         delta = self._experts(x, weights, ids)
-        return self.group.sum(delta if self.shared is None else delta + self._shared(x))
+        return self.group.sum(delta if self.shared is None else delta + self._shared(x, share))
 
     def serve_others(self) -> None:
         """Run the experts of this engine for the tokens that the others have in this round."""
@@ -122,11 +131,21 @@ class MixtureOfExperts(nn.Module):
         chosen = Chosen(weights, ids, self.spec.limit)
         return self.gate_up.scheme.experts(self.gate_up, self.down, x, chosen)
 
-    def _shared(self, x: Tensor) -> Tensor:
-        """The shared expert, gated if it has a gate."""
+    def _shared(self, x: Tensor, share: Tensor | None) -> Tensor:
+        """The shared expert's MLP, times the gate's share [T, 1] if there is one."""
         assert self.shared is not None
         delta = self.shared(Hidden(x))
         y: Tensor = delta.value() if isinstance(delta, Product) else delta
-        if self.shared_gate is None:
-            return y
-        return y * ops.linear(x, self.shared_gate).sigmoid()
+        return y if share is None else (y * share).to(y.dtype)
+
+
+def _joined(spec: MoeFfn, group: Group, routed: Scheme, shared: Scheme) -> int:
+    """How many experts of the grouped products the shared one is; 0: it is a MLP of its own."""
+    # With expert parallelism ranks divide the shared expert's columns. As an expert among the
+    # others each of them would have it whole.
+    if spec.placement or spec.shared % spec.intermediate:
+        return 0
+    count = spec.shared // spec.intermediate
+    # Ranks decide by the width of whole experts, so that they all decide alike.
+    width = spec.intermediate * group.size if count > 1 else 0
+    return count if routed.joins(shared, width) else 0

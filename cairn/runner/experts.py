@@ -48,7 +48,7 @@ class ExpertBalance:
         """Count from now on."""
         for mixture, places in self._mixtures:
             weight = mixture.router.weight
-            places.loads = weight.new_zeros(len(weight), dtype=torch.int64)
+            places.loads = weight.new_zeros(places.experts, dtype=torch.int64)
 
     @torch.inference_mode()
     def rebalance(self, first: int, count: int) -> list[tuple[float, float]]:

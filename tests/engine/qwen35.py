@@ -114,7 +114,9 @@ class Watch:
 
     def _router(self, name: str):
         def see(module, given, found) -> None:
-            self._seen[name + "weights"].append(found[0])
-            self._seen[name + "experts"].append(found[1].long())
+            # Behind the chosen experts is the shared one.
+            weights, experts = (part[:, : module.active] for part in found)
+            self._seen[name + "weights"].append(weights)
+            self._seen[name + "experts"].append(experts.long())
 
         return see

@@ -74,8 +74,18 @@ class Scheme(ABC):
 
     def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
         """What fills a map of experts from one tensor for all of them."""
-        shape = linear.experts, linear.out_features, linear.in_features
+        shape = linear.routed, linear.out_features, linear.in_features
         return [Weight(source.name(linear.fused), shape, linear.weight)]
+
+    def joins(self, other: Scheme, width: int) -> bool:
+        """Whether a map of experts may hold matrices of this scheme and of another one: both are
+        stored and kept in the same way.
+
+        Args:
+            width: of the other's experts, where one stored matrix holds several of them, side by
+                side or one below the other; 0: each has its own.
+        """
+        return False
 
     def divide(  # noqa: B027 - most can be divided anywhere
         self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear
@@ -158,6 +168,10 @@ class PlainScheme(Scheme):
     def unpacked(self) -> Scheme:
         """Itself."""
         return self
+
+    def joins(self, other: Scheme, width: int) -> bool:
+        """See the base. Subclasses read other formats."""
+        return type(self) is type(other) is PlainScheme
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         """One parameter `weight` [out, in], or [E, out, in]."""

@@ -110,13 +110,20 @@ class Fp8BlockScheme(Scheme):
 
     def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
         """A tensor of matrices and one of scales, both of all experts."""
-        shape = linear.experts, linear.out_features, linear.in_features
+        shape = linear.routed, linear.out_features, linear.in_features
         matrices, scales = (source.name(linear.fused + end) for end in ("", "_scale_inv"))
         sizes = tuple(part.size for part in linear.parts)
         return [
             Weight(matrices, shape, linear.weight, dtypes=("F8_E4M3",)),
-            self._scales(linear, scales, sizes, lead=(linear.experts,)),
+            self._scales(linear, scales, sizes, lead=(linear.routed,)),
         ]
+
+    def joins(self, other: Scheme, width: int) -> bool:
+        """If blocks are alike, and no block is of two experts."""
+        if not isinstance(other, Fp8BlockScheme):
+            return False
+        alike = (self.block, self.scale_name) == (other.block, other.scale_name)
+        return alike and all(width % size == 0 for size in self.block)
 
     def create(self, linear: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         """`weight` [out, in] e4m3 and `scale` [blocks of rows, blocks of columns] float32, or the

@@ -49,7 +49,7 @@ class OnLoadScheme(CodesScheme):
 
     def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
         """The same of one tensor for all experts."""
-        shape = linear.experts, linear.out_features, linear.in_features
+        shape = linear.routed, linear.out_features, linear.in_features
         return _quantising(Weight(source.name(linear.fused), shape, None), linear, ..., None)
 
 
@@ -75,7 +75,7 @@ class PackedOnLoadScheme(PackedCodesScheme):
 
     def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:
         """The same of one tensor for all experts."""
-        shape = linear.experts, linear.out_features, linear.in_features
+        shape = linear.routed, linear.out_features, linear.in_features
         plain = Weight(source.name(linear.fused), shape, None)
         return _in_words(_quantising(plain, linear, ..., None), linear)
 

@@ -88,6 +88,9 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         yield make.args(make.randn(9, 32, dtype=dtype), make.randn(32), 8, 3, 6, True, 2.5)
     yield make.args(make.randint(0, 2, 9, 12).float(), make.full((12,), 0.5), 1, 1, 4, False, 1.0)
+    x, rule = make.randn(9, 13), (1, 1, 4, True, 2.5)
+    yield make.args(x[:, :12], make.randn(12), *rule, shared=2, scoring_func="sqrtsoftplus")
+    yield make.args(x[:, :12], make.randn(12), *rule, shared=1, shared_gate=x[:, 12:])
 
 
 @biased_grouped_topk.cases
@@ -222,6 +225,9 @@ def _(make: Make) -> Cases:
     # Many equals.
     yield make.args(*outputs(9, 4), make.randint(0, 3, 9, 16).float(), True)
     yield make.args(*outputs(0, 2), make.randn(0, 8))
+    x = make.randn(5, 13)
+    yield make.args(*outputs(5, 6), x[:, :12], True, shared=2)
+    yield make.args(*outputs(5, 4), x[:, :12], shared=1, shared_gate=x[:, 12:])
 
 
 @fp8_blockwise_scaled_grouped_mm.cases
@@ -349,3 +355,6 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         yield make.args(make.randn(7, 12, dtype=dtype, scale=5), table, make.randint(0, 30, 7), 1.5)
     yield make.args(make.randn(0, 12), table, make.randint(0, 30, 0))
+    x, tokens = make.randn(7, 13), make.randint(0, 30, 7)
+    yield make.args(x[:, :12], table, tokens, 2.5, shared=2)
+    yield make.args(x[:, :12], table, tokens, shared=1, shared_gate=x[:, 12:])

@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.moe import routing, routing_launch
-from cairn.ops.moe.moe_fused_gate import BEST
+from cairn.ops.moe.moe_fused_gate import BEST, expect_scoring, scored
 from cairn.ops.registry import op
 
 FLOOR = 1e-20
@@ -24,6 +24,10 @@ def grouped_topk(
     topk: int,
     renormalize: bool,
     scaling_factor: float,
+    *,
+    scoring_func: str = "sigmoid",
+    shared: int = 0,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The best experts of the best groups by sigmoid(scores) + bias, lower index first among
     equals; their weights are without the bias, times scaling_factor.
@@ -38,14 +42,18 @@ def grouped_topk(
         topk: experts of a token.
         renormalize: weights are divided by their sum + 1e-20.
         scaling_factor: of the weights.
+        scoring_func: "sigmoid", or "sqrtsoftplus": sqrt(log(1 + e^x)) in its place.
+        shared: experts E, E + 1, ... that every token runs, behind the others.
+        shared_gate: [T, 1] of the dtype of scores; its sigmoid is the weight of shared
+            experts. None: they have the weight 1.
     Returns:
-        Weights [T, topk] float32, and ids [T, topk] int32.
+        Weights [T, topk + shared] float32, and ids [T, topk + shared] int32.
     Raises:
         BadArgument: for another shape, dtype or device, or numbers that do not fit.
     """
-    return _biased(
-        scores, bias, num_expert_group, topk_group, topk, renormalize, scaling_factor, FLOOR
-    )
+    s, groups = scored(scores, scoring_func), (num_expert_group, topk_group)
+    weights, ids = _biased(s, bias, *groups, topk, renormalize, scaling_factor, FLOOR)
+    return routing.with_shared(weights, ids, scores.shape[1], shared, shared_gate)
 
 
 @op
@@ -71,9 +79,8 @@ def biased_grouped_topk(
         BadArgument: for another shape, dtype or device, or numbers that do not fit.
     """
     factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
-    return _biased(
-        gating, correction_bias, num_expert_group, topk_group, topk, renormalize, factor, 0.0
-    )
+    scores, groups = scored(gating, "sigmoid"), (num_expert_group, topk_group)
+    return _biased(scores, correction_bias, *groups, topk, renormalize, factor, 0.0)
 
 
 @op
@@ -102,7 +109,7 @@ def grouped_topk_softmax(
 
 
 def _biased(
-    gating: Tensor,
+    scores: Tensor,
     bias: Tensor,
     groups: int,
     kept: int,
@@ -111,7 +118,7 @@ def _biased(
     factor: float,
     floor: float,
 ) -> tuple[Tensor, Tensor]:
-    scores = gating.float().sigmoid()
+    """The same of scores [T, E] float32."""
     ranks = routing.in_best_groups(scores + bias.float(), groups, kept, BEST)
     ids = routing.largest(ranks, topk)
     weights = scores.gather(1, ids)
@@ -127,6 +134,8 @@ def _(call: Call) -> None:
         name, ("scores", call.scores), call.num_expert_group, call.topk_group, call.topk
     )
     routing.expect_bias(name, "bias", call.bias, call.scores)
+    routing.expect_shared(name, call.shared, call.shared_gate, call.scores)
+    expect_scoring(name, call.scoring_func)
 
 
 @biased_grouped_topk.check
@@ -149,20 +158,22 @@ def _(call: Call) -> None:
 @grouped_topk.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda call: routing_launch.accepts(call.scores, call.bias, topk=call.topk),
+    when=lambda call: routing_launch.accepts(call.scores, call.bias, topk=call.topk + call.shared),
     replayed=True,
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
     rule = routing_launch.Rule(
-        "sigmoid",
+        call.scoring_func,
         groups=call.num_expert_group,
         kept=call.topk_group,
         best=BEST,
+        shared=call.shared,
         renormalize=call.renormalize,
         floor=FLOOR,
         factor=call.scaling_factor,
     )
-    return routing_launch.chosen(call.scores, call.bias, call.topk, rule)
+    slots = call.topk + call.shared
+    return routing_launch.chosen(call.scores, call.bias, slots, rule, call.shared_gate)
 
 
 @biased_grouped_topk.implementation(

@@ -18,7 +18,13 @@ NAME = "hash_topk"
 
 @op
 def hash_topk(
-    gating_output: Tensor, table: Tensor, tokens: Tensor, factor: float = 1.0
+    gating_output: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    factor: float = 1.0,
+    *,
+    shared: int = 0,
+    shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The experts in a token's row of the table; their weights are sqrt(log(1 + e^x)) over the sum
     of these, times factor. In float32.
@@ -28,15 +34,19 @@ def hash_topk(
         table: [V, k] int32.
         tokens: [T] int64, ids of tokens.
         factor: of the weights.
+        shared: experts E, E + 1, ... that every token runs, behind the others.
+        shared_gate: [T, 1] of the dtype of gating_output; its sigmoid is the weight of shared
+            experts. None: they have the weight 1.
     Returns:
-        Weights [T, k] float32, and ids [T, k] int32.
+        Weights [T, k + shared] float32, and ids [T, k + shared] int32.
     Raises:
         BadArgument: for another shape, dtype or device, or (on a CPU) a token beyond the table or
             an expert that there is not.
     """
     ids = table[tokens]
     x = gating_output.float().gather(1, ids.long())
-    return routing.divided(torch.nn.functional.softplus(x).sqrt()) * factor, ids
+    weights = routing.divided(torch.nn.functional.softplus(x).sqrt()) * factor
+    return routing.with_shared(weights, ids, gating_output.shape[1], shared, shared_gate)
 
 
 @hash_topk.check
@@ -47,6 +57,7 @@ def _(call: Call) -> None:
     expect(NAME, "tokens", call.tokens, (tokens,), INT64, call.gating_output)
     expect_within(NAME, "tokens", call.tokens, len(call.table))
     expect_within(NAME, "table", call.table, experts)
+    routing.expect_shared(NAME, call.shared, call.shared_gate, call.gating_output)
 
 
 @hash_topk.implementation(
@@ -61,22 +72,25 @@ def _(call: Call) -> None:
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
     (tokens, experts), topk = call.gating_output.shape, call.table.shape[1]
-    device = call.gating_output.device
-    weights = gpu.empty((tokens, topk), torch.float32, device)
-    ids = gpu.empty((tokens, topk), torch.int32, device)
+    device, gate, slots = call.gating_output.device, call.shared_gate, topk + call.shared
+    weights = gpu.empty((tokens, slots), torch.float32, device)
+    ids = gpu.empty((tokens, slots), torch.int32, device)
     pdl = uses_pdl(device, tokens, 1)
     if tokens:
         hash_kernel[(tokens,)](
             gating=call.gating_output,
             table=call.table,
             tokens=call.tokens,
+            gate=gate,
             weights=weights,
             ids=ids,
             gating_stride=call.gating_output.stride(0),
+            gate_stride=0 if gate is None else gate.stride(0),
             experts=experts,
             topk=topk,
+            shared=call.shared,
             factor=float(call.factor),
-            KP=gpu.next_power_of_2(topk),
+            KP=gpu.next_power_of_2(slots),
             PDL=pdl,
             num_warps=1,
             **pdl_option(pdl),

@@ -52,16 +52,14 @@ def moe_fused_gate(
     Raises:
         BadArgument: for another shape, dtype or device, or numbers that do not fit.
     """
-    x = input_tensor.float()
-    raw = x.sigmoid() if scoring_func == "sigmoid" else torch.nn.functional.softplus(x).sqrt()
-    scores = raw.to(input_tensor.dtype)
+    scores = scored(input_tensor, scoring_func).to(input_tensor.dtype)
     ranks = routing.in_best_groups((scores + bias).float(), num_expert_group, topk_group, BEST)
     ids = routing.largest(ranks, topk - num_fused_shared_experts)
     weights = scores.float().gather(1, ids)
     total = weights.sum(dim=-1, keepdim=True)
     if num_fused_shared_experts:
         shape = (ids.shape[0], num_fused_shared_experts)
-        experts = torch.arange(num_fused_shared_experts, device=ids.device) + x.shape[1]
+        experts = torch.arange(num_fused_shared_experts, device=ids.device) + scores.shape[1]
         ids = torch.cat((ids, experts.expand(shape)), dim=1)
         weights = torch.cat((weights, (total / routed_scaling_factor).expand(shape)), dim=1)
     if renormalize:
@@ -69,6 +67,18 @@ def moe_fused_gate(
     if apply_routed_scaling_factor_on_output:
         weights = weights * routed_scaling_factor
     return weights, ids.to(torch.int32)
+
+
+def scored(x: Tensor, scoring_func: str) -> Tensor:
+    """Scores of experts, float32, from what a router gives."""
+    x = x.float()
+    return x.sigmoid() if scoring_func == "sigmoid" else torch.nn.functional.softplus(x).sqrt()
+
+
+def expect_scoring(op: str, scoring_func: str) -> None:
+    """Raise BadArgument unless there is such a score."""
+    if scoring_func not in ("sigmoid", "sqrtsoftplus"):
+        refuse(op, "scoring_func", f"is {scoring_func!r}, not 'sigmoid' or 'sqrtsoftplus'")
 
 
 @moe_fused_gate.check
@@ -81,8 +91,7 @@ def _(call: Call) -> None:
     routing.expect_bias(NAME, "bias", call.bias, call.input_tensor, (call.input_tensor.dtype,))
     if (shared or call.apply_routed_scaling_factor_on_output) and not call.routed_scaling_factor:
         refuse(NAME, "routed_scaling_factor", f"is {call.routed_scaling_factor}, but it is used")
-    if call.scoring_func not in ("sigmoid", "sqrtsoftplus"):
-        refuse(NAME, "scoring_func", f"is {call.scoring_func!r}, not 'sigmoid' or 'sqrtsoftplus'")
+    expect_scoring(NAME, call.scoring_func)
 
 
 @moe_fused_gate.implementation(

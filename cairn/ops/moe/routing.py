@@ -32,15 +32,40 @@ def divided(weights: Tensor, floor: float = 0.0) -> Tensor:
     return weights / (weights.sum(dim=-1, keepdim=True) + floor)
 
 
-def expect_outputs(op: str, weights: Tensor, ids: Tensor, gating: Tensor) -> None:
+def with_shared(
+    weights: Tensor, ids: Tensor, experts: int, shared: int, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Weights and int32 ids [T, k + shared]: behind the chosen ones the shared experts, from number
+    `experts` on, with the weight 1, or sigmoid(gate) of gate [T, 1]."""
+    tokens, ids = len(ids), ids.to(torch.int32)
+    if not shared:
+        return weights, ids
+    own = weights.new_ones(tokens, 1) if gate is None else gate.float().sigmoid()
+    numbers = torch.arange(experts, experts + shared, dtype=torch.int32, device=ids.device)
+    return (
+        torch.cat((weights, own.expand(tokens, shared)), dim=1),
+        torch.cat((ids, numbers.expand(tokens, shared)), dim=1),
+    )
+
+
+def expect_shared(op: str, shared: int, gate: Tensor | None, gating: Tensor) -> None:
+    """Raise BadArgument unless shared experts and their gate fit to gating [T, E]."""
+    if shared < 0:
+        refuse(op, "shared", f"is {shared}, not a number of experts")
+    if gate is not None:
+        expect(op, "shared_gate", gate, (len(gating), 1), (gating.dtype,), gating)
+
+
+def expect_outputs(op: str, weights: Tensor, ids: Tensor, gating: Tensor, shared: int = 0) -> None:
     """Raise BadArgument unless weights [T, k] float32 and ids [T, k] int32 have room for the
-    experts of gating [T, E], k <= E."""
+    experts of gating [T, E] and the shared ones, k <= E + shared."""
     expect(op, "gating_output", gating, 2, FLOATS)
     tokens, experts = gating.shape
     expect(op, "topk_weights", weights, (tokens, None), FLOAT32, gating)
     expect(op, "topk_ids", ids, weights.shape, INT32, gating)
-    if weights.shape[1] > experts:
-        refuse(op, "topk_weights", f"has shape {list(weights.shape)}: there are {experts} experts")
+    if not shared <= weights.shape[1] <= experts + shared:
+        of = f"{experts} experts" + (f" and {shared} shared ones" if shared else "")
+        refuse(op, "topk_weights", f"has shape {list(weights.shape)}: there are {of}")
 
 
 def expect_bias(

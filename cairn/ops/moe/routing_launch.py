@@ -25,7 +25,9 @@ class Rule:
         cap: of the router's output, 0: none.
         rounded: scores have the dtype of the router's output.
         groups, kept, best: groups, how many are kept, and how many experts each is ranked by.
-        shared, share: shared experts, and what the sum of weights is divided by for theirs.
+        shared: shared experts.
+        share: what the sum of weights is divided by for theirs; None: their weight is 1, or
+            sigmoid of a gate.
         renormalize, floor, factor: weights are divided by their sum + floor, times factor.
     """
 
@@ -36,7 +38,7 @@ class Rule:
     kept: int = 1
     best: int = 2
     shared: int = 0
-    share: float = 1.0
+    share: float | None = None
     renormalize: bool = False
     floor: float = 0.0
     factor: float = 1.0
@@ -55,10 +57,15 @@ def takes_outputs(gating: Tensor, bias: Tensor | None, weights: Tensor, ids: Ten
 
 
 def route(
-    gating: Tensor, bias: Tensor | None, weights: Tensor, ids: Tensor, rule: Rule
+    gating: Tensor,
+    bias: Tensor | None,
+    weights: Tensor,
+    ids: Tensor,
+    rule: Rule,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write weights [T, k] float32 and ids [T, k] int32 of what gating [T, E] chooses; k counts the
-    shared experts."""
+    shared experts, and gate [T, 1] is theirs."""
     tokens, experts = gating.shape
     slots = ids.shape[1]
     if not tokens or not slots:
@@ -71,9 +78,11 @@ def route(
     routing_kernel[(tokens,)](
         gating=gating,
         bias=bias,
+        gate=gate,
         weights=weights,
         ids=ids,
         gating_stride=gating.stride(0),
+        gate_stride=0 if gate is None else gate.stride(0),
         weights_stride=weights.stride(0),
         ids_stride=ids.stride(0),
         experts=experts,
@@ -82,7 +91,7 @@ def route(
         topk=slots - rule.shared,
         shared=rule.shared,
         cap=float(rule.cap),
-        share=float(rule.share) or 1.0,
+        share=float(rule.share or 1.0),
         floor=float(rule.floor),
         factor=float(rule.factor),
         G=padded[0],
@@ -93,15 +102,18 @@ def route(
         BEST=best,
         ROUNDED=rule.rounded,
         RENORMALIZE=rule.renormalize,
+        WHOLE=rule.shared > 0 and rule.share is None,
         PDL=pdl,
         num_warps=warps,
     )
     return weights, ids
 
 
-def chosen(gating: Tensor, bias: Tensor | None, slots: int, rule: Rule) -> tuple[Tensor, Tensor]:
+def chosen(
+    gating: Tensor, bias: Tensor | None, slots: int, rule: Rule, gate: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`route` into new tensors."""
     shape = (gating.shape[0], slots)
     weights = gpu.empty(shape, torch.float32, gating.device)
     ids = gpu.empty(shape, torch.int32, gating.device)
-    return route(gating, bias, weights, ids, rule)
+    return route(gating, bias, weights, ids, rule, gate)

@@ -22,6 +22,9 @@ def topk_softmax(
     renormalize: bool = False,
     moe_softcapping: float = 0.0,
     correction_bias: Tensor | None = None,
+    *,
+    shared: int = 0,
+    shared_gate: Tensor | None = None,
 ) -> None:
     """The k largest of softmax(x) over all experts, descending, lower index first among equals.
 
@@ -29,12 +32,15 @@ def topk_softmax(
     plus the bias.
 
     Args:
-        topk_weights: [T, k] float32, written.
-        topk_ids: [T, k] int32, written.
+        topk_weights: [T, k + shared] float32, written.
+        topk_ids: [T, k + shared] int32, written.
         gating_output: [T, E] float32, bfloat16 or float16.
         renormalize: weights are divided by their sum.
         moe_softcapping: c.
         correction_bias: [E] float32, or None.
+        shared: experts E, E + 1, ... that every token runs, behind the others.
+        shared_gate: [T, 1] of the dtype of gating_output; its sigmoid is the weight of shared
+            experts. None: they have the weight 1.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -44,19 +50,22 @@ def topk_softmax(
     if correction_bias is not None:
         x = x + correction_bias
     weights = torch.softmax(x, dim=-1)
-    ids = routing.largest(weights, topk_ids.shape[1])
+    ids = routing.largest(weights, topk_ids.shape[1] - shared)
     chosen = weights.gather(1, ids)
-    topk_weights.copy_(routing.divided(chosen) if renormalize else chosen)
+    if renormalize:
+        chosen = routing.divided(chosen)
+    chosen, ids = routing.with_shared(chosen, ids, x.shape[1], shared, shared_gate)
+    topk_weights.copy_(chosen)
     topk_ids.copy_(ids)
 
 
 @topk_softmax.check
 def _(call: Call) -> None:
-    routing.expect_outputs(NAME, call.topk_weights, call.topk_ids, call.gating_output)
+    gating = call.gating_output
+    routing.expect_outputs(NAME, call.topk_weights, call.topk_ids, gating, call.shared)
+    routing.expect_shared(NAME, call.shared, call.shared_gate, gating)
     if call.correction_bias is not None:
-        routing.expect_bias(
-            NAME, "correction_bias", call.correction_bias, call.gating_output, FLOAT32
-        )
+        routing.expect_bias(NAME, "correction_bias", call.correction_bias, gating, FLOAT32)
 
 
 @topk_softmax.implementation(
@@ -68,7 +77,14 @@ def _(call: Call) -> None:
     replayed=True,
 )
 def _(call: Call) -> None:
-    rule = routing_launch.Rule("softmax", call.moe_softcapping, renormalize=call.renormalize)
+    rule = routing_launch.Rule(
+        "softmax", call.moe_softcapping, shared=call.shared, renormalize=call.renormalize
+    )
     routing_launch.route(
-        call.gating_output, call.correction_bias, call.topk_weights, call.topk_ids, rule
+        call.gating_output,
+        call.correction_bias,
+        call.topk_weights,
+        call.topk_ids,
+        rule,
+        call.shared_gate,
     )

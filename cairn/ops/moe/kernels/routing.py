@@ -69,12 +69,23 @@ def in_best_groups(keys, group, kept, BEST: tl.constexpr):
     return chosen[:, None]
 
 
+@triton.jit
+def shared_weight(gate, row, gate_stride):
+    """The weight of a token's shared experts: 1, or sigmoid of its number in gate [T, 1]."""
+    if gate is None:
+        weight = 1.0
+    else:
+        weight = 1.0 / (1.0 + tl.exp(-tl.load(gate + row * gate_stride).to(tl.float32)))
+    return weight
+
+
 @triton.jit(early=())
 def routing_kernel(
-    gating, bias, weights, ids, gating_stride, weights_stride, ids_stride,
+    gating, bias, gate, weights, ids, gating_stride, gate_stride, weights_stride, ids_stride,
     experts, size, kept, topk, shared, cap, share, floor, factor,
     G: tl.constexpr, S: tl.constexpr, KP: tl.constexpr, SCORE: tl.constexpr, CAPPED: tl.constexpr,
-    BEST: tl.constexpr, ROUNDED: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    BEST: tl.constexpr, ROUNDED: tl.constexpr, RENORMALIZE: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """weights [T, topk + shared] float32 and ids of the best experts of each token.
 
@@ -82,8 +93,9 @@ def routing_kernel(
         gating: [T, experts], groups of `size` neighbours; a tile is [G, S].
         bias: [experts] or None: added to a softmax's input, else to scores where they are ranked.
         kept: groups that may be chosen from, ranked by the sum of their BEST best; BEST is 0: all.
-        topk: experts chosen; `shared` more, from number `experts` on, follow with the weight
-            sum / share.
+        topk: experts chosen; `shared` more, from number `experts` on, follow. Their weights are
+            sum / share, treated as the others' then, or (WHOLE) as of `shared_weight`.
+        gate: as of `shared_weight`.
         cap: CAPPED: x becomes cap * tanh(x / cap).
         ROUNDED: scores, and their sums with the bias, are rounded to the dtype of `gating`.
         RENORMALIZE: weights are divided by their sum + floor. All are multiplied by factor.
@@ -129,18 +141,21 @@ def routing_kernel(
     weight = tl.where((slot >= topk) & (slot < topk + shared), total / share, weight)
     if RENORMALIZE:
         weight = weight / (total + floor)
+    weight *= factor
+    if WHOLE:
+        weight = tl.where(slot < topk, weight, shared_weight(gate, row, gate_stride))
     there = slot < topk + shared
-    tl.store(weights + row * weights_stride + slot, weight * factor, mask=there)
+    tl.store(weights + row * weights_stride + slot, weight, mask=there)
     tl.store(ids + row * ids_stride + slot, chosen, mask=there)
 
 
 @triton.jit(early=())
 def hash_kernel(
-    gating, table, tokens, weights, ids, gating_stride, experts, topk, factor,
-    KP: tl.constexpr, PDL: tl.constexpr,
+    gating, table, tokens, gate, weights, ids, gating_stride, gate_stride, experts, topk, shared,
+    factor, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The experts [topk] of a token's row of the table, and their weights; see `hash_topk`. KP:
-    topk, padded. PDL: as in `await_previous`."""
+    """The experts [topk] of a token's row of the table, the shared ones, and their weights; see
+    `hash_topk`. KP: topk + shared, padded. PDL: as in `await_previous`."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, KP)
@@ -149,6 +164,9 @@ def hash_kernel(
     known = inside & (chosen >= 0) & (chosen < experts)
     x = tl.load(gating + token * gating_stride + chosen, mask=known, other=0.0).to(tl.float32)
     score = tl.where(inside, sqrt_softplus(x), 0.0)
-    to = token * topk + place
-    tl.store(weights + to, score / tl.sum(score, 0) * factor, mask=inside)
-    tl.store(ids + to, chosen, mask=inside)
+    weight = score / tl.sum(score, 0) * factor
+    weight = tl.where(inside, weight, shared_weight(gate, token, gate_stride))
+    chosen = tl.where(inside, chosen, experts + place - topk)
+    slots = topk + shared
+    tl.store(weights + token * slots + place, weight, mask=place < slots)
+    tl.store(ids + token * slots + place, chosen, mask=place < slots)
