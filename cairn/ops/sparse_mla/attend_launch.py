@@ -19,7 +19,7 @@ from cairn.ops.sparse_mla.tuning import TUNING
 
 MOST_LATENT = 512
 GROUP_HEADS = 64
-"""Of a program that works in groups of warps, as candidates of a block."""
+"""Heads of a program of `cells_groups_kernel`, and candidates of a block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,32 +12,34 @@ class SparseMlaTuning(Tuning):
     """One field a constant."""
 
     score_programs: int = 4096
-    """Programs of scores: many more than run at once, since tokens see keys of unlike number."""
+    """Programs of the score kernel, at most: many more than run at once, because tokens see
+    different numbers of keys."""
     least_score_programs: int = 528
     least_score_tiles: int = 8
-    """Of tokens one by one: from so many programs on, each has so many tiles of keys at least, of
-    which it reads one while it multiplies another."""
+    """Where a program has one token: with more programs than that, each has at least so many tiles
+    of keys, so that it loads the next tile while it multiplies one."""
     score_keys: int = 128
     chunk_keys: int = 64
-    """Keys of a tile, of tokens one by one and of tokens side by side in a chunk."""
+    """Keys of a tile, where a program has one token, and where it has several of a chunk."""
     chunk_columns: int = 128
-    """Heads of the tokens that a program of a chunk has."""
+    """Heads of all tokens of such a program of a chunk."""
     score_stages: int = 4
     chunk_stages: int = 3
     score_warps: int = 4
     heads: int = 64
-    """Of a program of attention, at most."""
+    """Heads of a program of attention, at most."""
     keys: int = 64
     single_keys: int = 32
-    """Candidates of a tile; of queries in float32."""
+    """Candidates of a tile: with queries in 16 bits, and in float32."""
     stages: int = 2
     programs: int = 132
     few_programs: int = 264
-    """Programs of attention at once, with many and with few heads: fewer are split."""
+    """Programs that attention's candidates are split into where there are fewer, with `heads` heads
+    a program and with less."""
     group_heads: int = 64
     group_programs: int = 64
-    """Heads, and programs of 64 heads of a token, from which on groups of warps gather and
-    multiply, on Hopper: of fewer most of a tile is empty, or the splits are too many."""
+    """Fewest heads, and fewest programs, for which `cells_groups_kernel` runs: with fewer heads
+    most rows of its tiles are empty, with fewer programs a token's list is split too often."""
     merged: int = 2048
     """Numbers of partial states that a program merges at once."""
     store_tokens: int = 4
