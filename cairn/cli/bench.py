@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cairn.bench.shapes import KINDS
 from cairn.cli.bench_serve import serve, soak, stall
 from cairn.cli.options import (
     engine_arguments,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from cairn.bench.records import Cell, RecordFile
     from cairn.bench.roofline import Roofline
     from cairn.bench.session import Subject
-
-KINDS = ("hsa", "dense", "dsa", "compressed")
 
 shape_option = click.option(
     "--shape",
