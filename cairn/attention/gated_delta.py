@@ -1,12 +1,12 @@
 """Gated delta nets: a convolution and a recurrent state instead of keys and values.
 
-A row's state and the last inputs of its convolution lie in the row's place among the states and are
-read and written there. A row that begins is treated as one of zeros, whatever lies in its place:
-others have used it.
+Every row has a slot that holds its state and the last inputs of its convolution; kernels read and
+write it in place. A row that starts is run as if its slot held zeros: it holds what an earlier row
+left.
 
-A state cannot be cut back. So a row with guesses is run from its state and leaves it as it is; when
-it is known which guesses were right, the tokens that count are run once more, from their inputs,
-which have been kept, and the state advances over them alone.
+A state cannot be rolled back. So a row with guesses is run from its state without storing the
+result, and the layer's inputs are kept. When the accepted tokens are known they are run once more
+from these inputs, and that result is stored (`settle`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ NOBODY = -1
 
 
 class Runs(NamedTuple):
-    """Rows of a step, side by side.
+    """Rows of a step, one after the other.
 
     Attributes:
-        starts: [R + 1] int32, where rows begin among the tokens, and the end.
-        state: [R] int32, the states that they go on from.
-        stored: [R] int32, those that hold what is behind their tokens; negative: none does.
-        has_initial_state: [R] bool, whether a row has a state; False: it begins.
-        first: [R] int32, slots of their first tokens.
+        starts: [R + 1] int32, index of each row's first token, and the end of the last row.
+        state: [R] int32, slots of the states that the rows start from.
+        stored: [R] int32, slots to which the final states go; negative: they are not stored.
+        has_initial_state: [R] bool; False: the row starts from zeros.
+        first: [R] int32, the first tokens' slots in their sequences.
         longest: tokens of the longest row, or an upper bound.
     """
 
@@ -52,7 +52,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: StepRows, device: torch.device) -> Self:
-        """Of rows that the host knows; those with guesses store nothing."""
+        """From rows that the host knows; those with guesses store no state."""
         stored = rows.row if rows.drafts is None else np.where(rows.drafts, NOBODY, rows.row)
         starts = np.concatenate(([0], rows.count.cumsum()))
         numbers = np.concatenate((starts, rows.row, stored, rows.first)).astype(np.int32)
@@ -65,7 +65,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of_tokens(cls, batch: Batch) -> Self:
-        """Each token is a row; padding is nobody's."""
+        """Every token is a row; padding has no state."""
         row = torch.where(batch.slot >= 0, batch.row, NOBODY).int()
         starts = torch.arange(len(row) + 1, dtype=torch.int32, device=row.device)
         first = batch.slot.int()
@@ -73,17 +73,17 @@ class Runs(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: Batch, most: int) -> Self:
-        """Of at most so many rows that only the device knows."""
+        """From at most `most` rows that only the device knows."""
         starts, row, first = ops.ragged_rows(batch.row, batch.slot, most)
         return cls(starts, row, row, first > 0, first, len(batch.row))
 
 
 class Guessed(NamedTuple):
-    """Rows of a step with guesses, whose states stay as they are.
+    """Rows of a step with guesses, whose states `run` does not change.
 
     Attributes:
-        token: [n] int64, their tokens' indices in the step; None: all of the step.
-        runs: the rows, among these tokens.
+        token: [n] int64, indices of their tokens in the step; None: all tokens of the step.
+        runs: the rows among these tokens.
     """
 
     token: Tensor | None
@@ -91,7 +91,7 @@ class Guessed(NamedTuple):
 
     @classmethod
     def of(cls, rows: StepRows, drafts: Ints, device: torch.device) -> Self:
-        """Those of `rows` with `drafts`."""
+        """The rows of a step that have drafts."""
         begin, chosen = rows.count.cumsum() - rows.count, np.flatnonzero(drafts)
         token = [np.arange(begin[i], begin[i] + rows.count[i]) for i in chosen]
         index = np.concatenate([np.zeros(0, dtype=np.int64), *token])
@@ -101,8 +101,8 @@ class Guessed(NamedTuple):
         return cls(torch.from_numpy(index).to(device), Runs.of_rows(own, device))
 
     def counted(self, counts: Tensor) -> Runs:
-        """The rows' tokens that count, `counts` of `AttentionBackend.settle`. Each row is two
-        sequences: these tokens, and behind them those without a state to change."""
+        """The accepted tokens, by the `counts` of `AttentionBackend.settle`. Every row becomes two
+        sequences: the accepted tokens, and the rejected ones, which have no state."""
         runs = self.runs
         own = torch.where(runs.state < 0, 0, counts[runs.state.long()])
         ends = torch.stack((runs.starts[:-1], runs.starts[:-1] + own), dim=1).flatten()
@@ -116,13 +116,13 @@ class Guessed(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class GatedDeltaPlan(StepPlan):
-    """What the delta rule derives from a step.
+    """A step's rows as the delta rule runs them.
 
     Attributes:
         runs: all rows.
         guessed: rows with guesses; None: there are none.
-        inputs: by layer, those of the rows with guesses.
-        counted: of these rows, the tokens that count; None: not known yet.
+        inputs: layer -> inputs of the rows with guesses.
+        counted: accepted tokens of these rows; None: not known yet.
     """
 
     runs: Runs
@@ -138,14 +138,14 @@ class GatedDeltaBackend(AttentionBackend):
 
     @classmethod
     def needs(cls, spec: GatedDeltaSpec, form: PageFormat) -> LayerSchema:
-        """The state, and the inputs that the convolution looks back at, the oldest first."""
+        """The state, and the last inputs of the convolution, oldest first."""
         shape = spec.value_heads, spec.value_dim, spec.key_dim
         state = RowField(STATE, shape, torch.float32)
         inputs = spec.conv_channels, spec.conv_kernel - 1
         return LayerSchema(rows=(state, RowField(CONV, inputs, form.dtype, spec.conv_parts)))
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> GatedDeltaPlan:
-        """Find where rows begin."""
+        """Find the rows and where they start."""
         guessed = None
         if rows is not None:
             runs = Runs.of_rows(rows, batch.row.device)
@@ -170,8 +170,8 @@ class GatedDeltaBackend(AttentionBackend):
         return self._advance(layer, inputs, plan.runs)
 
     def settle(self, layer: int, plan: GatedDeltaPlan, counts: Tensor) -> None:
-        """Run the tokens that count once more."""
-        # A rehearsal leaves layers out.
+        """Run the accepted tokens again and store the states."""
+        # `Runner.rehearse` runs only some layers.
         if plan.guessed is None or layer not in plan.inputs:
             return
         if plan.counted is None:
@@ -179,7 +179,7 @@ class GatedDeltaBackend(AttentionBackend):
         self._advance(layer, plan.inputs.pop(layer), plan.counted)
 
     def _advance(self, layer: int, inputs: GatedDeltaInputs, runs: Runs) -> Tensor:
-        """Outputs [T, hv, dv] of the rows' tokens; their states go on."""
+        """Outputs [T, hv, dv] of the rows' tokens; final states are stored."""
         spec, fields = self.layers[layer], self.pools.rows[layer]
         where = runs.starts, runs.state, runs.stored, runs.has_initial_state
         mixed = ops.causal_conv1d_rows(
@@ -197,5 +197,5 @@ class GatedDeltaBackend(AttentionBackend):
 
 
 def _at(inputs: GatedDeltaInputs, token: Tensor) -> GatedDeltaInputs:
-    """Those of some tokens, by their indices."""
+    """Inputs of the tokens with these indices."""
     return replace(inputs, qkv=inputs.qkv[token], a=inputs.a[token], b=inputs.b[token])

@@ -21,9 +21,9 @@ from cairn.specs.gated_delta import GatedDeltaSpec
 class GatedDeltaNet(nn.Module):
     """The mixer of one recurrent layer.
 
-    Everything that reads the layer's input is one matrix; its rows are [all q | all k | all v |
-    all z | all b | all a]. q, k and v pass the convolution; z gates the output; b and a make the
-    strength of the write and the decay.
+    All projections of the layer's input are one matrix with the rows [all q | all k | all v |
+    all z | all b | all a]. q, k and v go through the convolution; z gates the output; b and a give
+    the write strength and the decay.
 
     Args:
         spec: heads and widths.
@@ -79,14 +79,14 @@ class GatedDeltaNet(nn.Module):
         qkv, z, b, a = self.inputs(h.x, h.norm).split(self.widths, dim=-1)
         o = layer.run(GatedDeltaInputs(qkv, b, a, self.conv, self.a_log, self.dt_bias))
         gate = z.unflatten(-1, (self.heads, self.value_dim))
-        # The norm multiplies by w, whatever those of the residual stream do, and comes before the
+        # This norm multiplies by w, not 1 + w as those of the residual stream, and is before the
         # gate.
         o = ops.fused_rmsnorm_gated(o, self.norm.weight, gate, self.norm.eps)
         return Product(self.out, o.flatten(1))
 
 
 def separate_parts(spec: GatedDeltaSpec) -> list[Rows]:
-    """Stored matrices with a name for each kind of row."""
+    """The stored matrices of Qwen3.5: one for each kind of row."""
     heads = spec.value_heads
     return [
         Rows("in_proj_qkv", spec.conv_channels, pieces=spec.conv_parts),
@@ -97,9 +97,9 @@ def separate_parts(spec: GatedDeltaSpec) -> list[Rows]:
 
 
 def grouped_parts(spec: GatedDeltaSpec) -> list[Rows]:
-    """Stored matrices whose rows are grouped by key head: for each [q | k | v of its value heads |
-    z of these], and [b | a] of these. Their order makes them [all q | all k | all v | all z] and
-    [all b | all a]."""
+    """The stored matrices of Qwen3-Next, with rows grouped by key head: [q | k | v of its value
+    heads | z of these] and [b | a] of these. `order` sorts them into [all q | all k | all v |
+    all z] and [all b | all a]."""
     each = spec.value_heads // spec.key_heads
     qkvz = (spec.key_dim, spec.key_dim, each * spec.value_dim, each * spec.value_dim)
     parts = (("in_proj_qkvz", qkvz), ("in_proj_ba", (each, each)))
@@ -110,8 +110,8 @@ def grouped_parts(spec: GatedDeltaSpec) -> list[Rows]:
 
 
 def _by_kind(groups: int, widths: tuple[int, ...]) -> Tensor:
-    """Rows of all groups, those of a kind side by side; every group has `widths` rows of each."""
-    # A module may be built where tensors have no memory; these numbers are needed.
+    """Row numbers of all groups sorted by kind; every group has `widths` rows of each kind."""
+    # Modules may be built on the meta device, but these numbers are needed.
     row = torch.arange(groups * sum(widths), device="cpu").view(groups, -1)
     return torch.cat([part.flatten() for part in row.split(widths, dim=1)])
 

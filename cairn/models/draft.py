@@ -57,7 +57,7 @@ class DraftLayer(nn.Module):
             self.streams_head = StreamsHead(self.streams, hidden)
 
     def weights(self, source: Source) -> list[Weight]:
-        """Norms, join, block, and what joins streams."""
+        """Norms, join, block, and the weights that join streams."""
         found = [
             *self.token_norm.weights(source, self.names.token_norm),
             *self.state_norm.weights(source, self.names.state_norm),
@@ -76,7 +76,7 @@ class DraftLayer(nn.Module):
 
         Args:
             embedded: [T, hidden], the rows' tokens.
-            states: [T, width], what stands in front of them: all residual streams.
+            states: [T, width], hidden states of the tokens before them; all residual streams.
             positions: [T] int64, rotary positions, or [axes, T].
             layer: the backend with its plan.
         """

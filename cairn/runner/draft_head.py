@@ -1,9 +1,10 @@
 """Runs a model's draft layer: keeps its cache in step with the model's and drafts tokens.
 
-Slot s of its cache belongs to the pair of token s and of the hidden state in front of it, one later
-than the pair's state. So what a page holds follows from the prefix that the page ends, and pages
-are shared as they are. A row goes on from the state behind its last token; where it goes on from
-shared pages, that is the one that the last of them keeps.
+The draft layer reads pairs: token s, and the model's hidden state of token s - 1. The pair is
+stored in slot s of the draft layer's cache, so the content of a page depends only on the tokens up
+to the page's end, and the prefix cache shares draft pages like any others. To continue, a row needs
+the hidden state of its last token; a row that starts from shared pages takes it from the last of
+these pages, which stores the hidden state of its last slot (`DRAFT_STATE`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DraftModel(Protocol):
     """What the draft head needs of a model, see `cairn.models.decoder.Decoder`."""
 
     def draft_states(self, hidden: Tensor) -> Tensor:
-        """Hidden states of a step -> what the draft layer reads of them [T, width]."""
+        """Hidden states of a step -> the states that the draft layer reads [T, width]."""
 
     def embedded(self, batch: Batch) -> Tensor:
         """[T, hidden], the tokens of a step."""
@@ -45,17 +46,17 @@ class DraftModel(Protocol):
         """[n, width] -> [n, V] float32."""
 
     def next_states(self, guessed: Tensor) -> Tensor:
-        """[n, width] -> what the draft layer reads of them next [n, width]."""
+        """[n, width] -> the states that the draft layer reads for the next draft [n, width]."""
 
 
 class Ends(NamedTuple):
-    """Where the rows of a step end that choose tokens.
+    """The last accepted token of each row that sampled in a step.
 
     Attributes:
-        row: [n] int64 on the device, the rows.
-        at: [n] int64 on the device, index in the step of the last token of each that counts.
-        token: [n] int64 on the device, the tokens chosen behind these.
-        ahead: [n], how many guesses are wanted behind each of these.
+        row: [n] int64 on the device, row numbers.
+        at: [n] int64 on the device, index of the row's last accepted token in the step.
+        token: [n] int64 on the device, the token sampled after it.
+        ahead: [n] on the host, how many tokens to draft after that.
     """
 
     row: Tensor
@@ -65,14 +66,16 @@ class Ends(NamedTuple):
 
 
 class Chains(NamedTuple):
-    """Where the rows of a step in a graph end: of each entry, what it is if the row ends there.
+    """`Ends` of a step that runs as a graph, where only the device knows which tokens were
+    accepted: one entry for every token of the step.
 
     Attributes:
-        row: [n] int64, the row; behind all others, where none ends.
-        at: [n] int64, index in the step of the entry's token.
-        token: [n] int64, the token chosen behind it.
-        ahead: [n] int64, how many guesses are wanted behind that.
-        spare: by page group, location of what is for nobody.
+        row: [n] int64, the row whose last accepted token this is; for all other tokens the padding
+            row, which is the last row.
+        at: [n] int64, index of the token in the step.
+        token: [n] int64, the token sampled after it.
+        ahead: [n] int64, how many tokens to draft after that.
+        spare: for each page group the location to which padding is written.
     """
 
     row: Tensor
@@ -99,7 +102,7 @@ class DraftHead:
         self._layer = len(backends.names) - 1
         self._group = pools.schema.group_of[self._layer][DRAFT_STATE]
         self._kept = pools.pages[self._layer][DRAFT_STATE]
-        # Outside graphs all slots are somebody's.
+        # Without graphs there is no padding.
         self._nowhere = [0] * len(rows.page_tables)
         shape = len(rows.last_token), self._kept.shape[1]
         self._last = torch.zeros(shape, dtype=self._kept.dtype, device=rows.device)
@@ -107,20 +110,20 @@ class DraftHead:
     def begin(
         self, opened: Sequence[RowOpen], layout: Layout, step: Step, hidden: Tensor
     ) -> Tensor:
-        """`follow` a step of which the host knows the rows.
+        """`follow` for a step without a graph: the host knows the rows.
 
         Args:
-            opened: rows that begin, or go on from pages, with this step.
-            layout, step: what has run.
-            hidden: [T, ...], what the model has made of it.
+            opened: rows that start in this step, from no tokens or from shared pages.
+            layout, step: the step that has run.
+            hidden: [T, ...], the model's hidden states of the step.
         Returns:
-            [T, width], what the layer reads of that.
+            [T, width], the hidden states as the draft layer reads them.
         """
         number, requests = layout.rows.row, self._rows.num_requests
         self.resume(opened, number, layout.rows.first)
         branches = number[number >= requests]
         if len(branches):
-            # They go on from where their rows are.
+            # A branch of a tree of drafts continues from its row's state.
             to, own = send((branches, branches % requests), hidden.device)
             self._last[to] = self._last[own]
         states = self.follow(step, hidden)
@@ -129,28 +132,28 @@ class DraftHead:
         return states
 
     def follow(self, step: Step, hidden: Tensor) -> Tensor:
-        """Run the draft layer over the tokens that the model has run: what it reads of their hidden
-        states [T, width], for `begin` and graphs."""
+        """Run the draft layer over a step's tokens, which fills its cache; returns the hidden
+        states as it reads them [T, width]."""
         batch, states = step.batch, self._model.draft_states(hidden)
         row = batch.row
         begins = torch.cat((torch.ones_like(row[:1], dtype=torch.bool), row[1:] != row[:-1]))
         before = torch.where(begins[:, None], self._last[row], states.roll(1, 0))
         embedded, layer = self._model.embedded(batch), step.layers[self._layer]
         self._model.guess(embedded, before, batch.positions, layer)
-        # In graphs there are pages of padding, the last of all.
+        # Padding of a graph is written to the last page.
         self._kept[batch.completed_pages] = states[batch.completed]
         return states
 
     def chain(self, step: Step, states: Tensor, chains: Chains, most: int) -> Tensor:
-        """Guess in a graph, where nothing depends on how many rows end where.
+        """Draft tokens inside a graph: shapes do not depend on how many drafts were accepted.
 
         Args:
-            step: what has run.
+            step: the step that has run.
             states: from `follow`.
-            chains: of its rows.
-            most: guesses behind each.
+            chains: one entry for each of its tokens.
+            most: drafts after each entry.
         Returns:
-            [n, most] int64; numbers behind those wanted, and where no row ends, mean nothing.
+            [n, most] int64. Columns from `ahead` on, and entries of the padding row, are undefined.
         """
         self._last[chains.row] = state = states[chains.at]
         token, slot, found = chains.token, step.batch.slot[chains.at], list[Tensor]()
@@ -165,16 +168,16 @@ class DraftHead:
         return torch.stack(found, dim=1) if found else token.new_empty(len(token), 0)
 
     def guess(self, step: Step, states: Tensor, ends: Ends, others: int = 0) -> Tensor:
-        """Guess what follows the tokens that were chosen.
+        """Draft tokens after those that were sampled.
 
         Args:
-            step: what has run.
+            step: the step that has run.
             states: from `follow`.
             ends: of its rows.
-            others: likeliest first guesses that are told beside.
+            others: how many of the most likely first drafts to return besides the chain.
         Returns:
-            [n, largest of `ends.ahead` + others] int64; of the guesses, numbers behind those wanted
-            mean nothing.
+            [n, max(ends.ahead) + others] int64. Columns from `ahead` on, except the last `others`,
+            are undefined.
         """
         most = int(ends.ahead.max(initial=0))
         found = ends.token.new_zeros(len(ends.ahead), most + others)
@@ -198,8 +201,8 @@ class DraftHead:
     def _step(
         self, row: Tensor, token: Tensor, slot: Tensor, state: Tensor, spare: Sequence[int]
     ) -> Tensor:
-        """Run a token of some rows [n], each in its slot and behind its state: [n, width]. Slots
-        below 0 are nobody's and go to the location that is spare in each page group."""
+        """Run the draft layer over one token of each of some rows [n], after the state [n, width]:
+        [n, width]. Slots below 0 are padding and are written to `spare`."""
         rows, size = self._rows, self._rows.slots.page_size
         places = []
         for table, nowhere in zip(rows.page_tables, spare, strict=True):
@@ -220,12 +223,12 @@ class DraftHead:
         return self._model.guess(self._model.embedded(batch), state, batch.positions, layer)
 
     def resume(self, opened: Sequence[RowOpen], row: Ints, first: Ints) -> None:
-        """Set the state of rows that begin: none, or what the page in front of them keeps.
+        """Set the state of rows that start: zero, or the one stored in the last shared page.
 
         Args:
-            opened: these rows.
-            row, first: [n], rows of a step, and their first slots; of one that comes again it is
-                the first that counts.
+            opened: rows that start in this step.
+            row, first: [n], rows of the step and their first slots. A row may occur several times;
+                its first occurrence is used.
         """
         waiting = {entry.row for entry in opened}
         size = self._rows.slots.page_size

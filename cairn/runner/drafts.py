@@ -1,4 +1,4 @@
-"""Rows that run guesses of their next tokens: which of them were right."""
+"""Verification of drafted tokens: which of a step's guesses equal the tokens that it sampled."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ V = TypeVar("V")
 
 NO_AHEAD: Ints = np.zeros(0, dtype=np.int64)
 NO_GUESS = -2
-"""Where no guess follows a choice: no token is equal to it."""
+"""Stands where no guess follows a sampled token; equal to no token."""
 
 
 class Entries(NamedTuple):
-    """A step whose rows run their last tokens, and guesses, token by token.
+    """A decode step with guesses as single tokens: each row has one entry for its last token and
+    one for every guess.
 
     Attributes:
-        work: the tokens, those of a row one behind the other.
-        given: [n], what they are, as `ops.decode_slots` takes it; None: each row runs its last one
-            alone.
-        ahead: [n], guesses that a draft layer should make behind each one's row; empty: none.
+        work: the entries, those of a row one after the other.
+        given: [n], their tokens as `ops.decode_slots` takes them; None: no row has guesses.
+        ahead: [n], how many tokens the draft layer should draft for the entry's row; empty: none.
     """
 
     work: DecodeWork
@@ -35,7 +35,7 @@ class Entries(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Entries | None:
-        """Those of a plan; None where a row runs others."""
+        """Entries of a plan; None if a row runs other tokens, as those of a prompt."""
         if not plan.work:
             return cls(plan.decode, None, NO_AHEAD)
         works = plan.work
@@ -65,12 +65,12 @@ class Entries(NamedTuple):
 
 
 class Guessed(NamedTuple):
-    """What a draft layer guesses behind a step.
+    """Tokens that the draft layer drafted after a step, on their way to the host.
 
     Attributes:
-        arriving: [n, most] of the rows that choose, or in a graph of all choices, on its way.
-        ahead: [n], how many of each row's were wanted.
-        others: columns at the end with the likeliest first guesses.
+        arriving: [n, most], of each row that sampled, or of every entry of a graph.
+        ahead: [n], how many were wanted for each row.
+        others: columns at the end that hold the most likely first drafts.
     """
 
     arriving: Arriving | Trip
@@ -78,7 +78,7 @@ class Guessed(NamedTuple):
     others: int = 0
 
     def first(self) -> list[list[int]] | None:
-        """Wait for the likeliest first guesses of each row; None: nobody asked."""
+        """Wait for the most likely first drafts of each row; None if they were not requested."""
         if not self.others or not isinstance(self.arriving, Arriving):
             return None
         (found,) = self.arriving.arrays()
@@ -86,11 +86,11 @@ class Guessed(NamedTuple):
         return [line if n else [] for line, n in zip(lines, self.ahead.tolist(), strict=True)]
 
     def rows(self, counts: Sequence[int] | None, drafts: Drafts | None) -> list[list[int]]:
-        """Wait for them; by row.
+        """Wait for the drafts of each row.
 
         Args:
-            counts: of each row's choices that count; None: it has one.
-            drafts: the guesses of the step; None: it ran none.
+            counts: accepted tokens of each row; None: one each.
+            drafts: the guesses that the step verified; None: it had none.
         """
         wanted = self.ahead.tolist()
         if isinstance(self.arriving, Arriving):
@@ -105,11 +105,11 @@ class Guessed(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The guesses of a step that has any.
+    """The guesses that a step verifies. Every entry samples a token (a choice).
 
     Attributes:
-        guess: [n], the guess in the place of each choice, or NO_GUESS.
-        run: [n], number of the row (in the order of choices) that makes each choice.
+        guess: [n], the guess that each choice is compared with, or NO_GUESS.
+        run: [n], number of the row that makes each choice.
         begin: [R], index of each row's first choice.
     """
 
@@ -119,7 +119,7 @@ class Drafts(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Drafts | None:
-        """Those of a plan; None where no row has any."""
+        """Guesses of a plan; None if no row has any."""
         works = [work for work in plan.work if work.sample]
         if not any(work.drafts for work in works):
             return None
@@ -133,7 +133,7 @@ class Drafts(NamedTuple):
         return cls(np.array(guess, dtype=np.int64), run, begin)
 
     def before(self, choices: Sequence[int]) -> tuple[Ints, Ints]:
-        """Which of some choices [N] have which guesses in front of them [N]: what they build on."""
+        """The guesses that choices were sampled after: pairs (index into `choices`, guess)."""
         begin = self.begin[self.run[list(choices)]].tolist()
         pairs = [
             (number, guess)
@@ -151,26 +151,26 @@ class Drafts(NamedTuple):
         """
         guess, run, begin = send((self.guess, self.run, self.begin), chosen.device)
         index = torch.arange(len(chosen), dtype=torch.int64, device=chosen.device)
-        # A token counts if all guesses before it were right; the token that replaces the first
-        # wrong guess is the last that counts.
+        # A choice counts if all guesses before it were right: the last that counts is the one that
+        # differs from its guess first.
         wrong = torch.where(chosen == guess, len(chosen), index)
         last = torch.full_like(begin, len(chosen)).scatter_reduce(0, run, wrong, "amin")
         return last, last - begin + 1
 
     def counted(self, last: Tensor) -> Tensor:
-        """Whether each choice counts [n] bool, from the rows' last ones that do [R]."""
+        """Whether each choice counts [n] bool, given the last one of each row that does [R]."""
         (run,) = send((self.run,), last.device)
         return torch.arange(len(run), dtype=torch.int64, device=last.device) <= last[run]
 
     def counts(self, chosen: Sequence[int]) -> list[int]:
-        """How many of each row's choices count [R]: the same, on the host."""
+        """How many of each row's choices count [R], as `accept` says, on the host."""
         tokens = np.array(chosen, dtype=np.int64)
         wrong = np.where(tokens == self.guess, len(tokens), np.arange(len(tokens)))
         last = np.minimum.reduceat(wrong, self.begin)
         return list((last - self.begin + 1).tolist())
 
     def among(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[Drafts, list[int]]:
-        """Of some of its rows, by their numbers, in this order, and how many choices count."""
+        """The guesses of some rows, in this order, and how many choices of each count."""
         return self._replace(begin=self.begin[list(rows)]), [counts[row] for row in rows]
 
     def kept(self, chosen: Sequence[int], counts: Sequence[int]) -> list[int]:
@@ -182,6 +182,6 @@ class Drafts(NamedTuple):
         ]
 
     def renumbered(self, by_choice: Mapping[int, V], counts: Sequence[int]) -> dict[int, V]:
-        """What is known by the index of a choice, by its index among those that count."""
+        """Values by index of a choice -> values by its index among the choices that count."""
         kept = self.kept(range(len(self.guess)), counts)
         return {i: by_choice[index] for i, index in enumerate(kept) if index in by_choice}

@@ -1,4 +1,4 @@
-"""Embeddings of images and videos, computed when their first tokens run and kept for a while."""
+"""A cache of the vision encoder's outputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from cairn.runner.staging import send
 
 
 class EncoderCache:
-    """Embeddings by the hashes of what they are of, the least recently used dropped first.
+    """Embeddings of images and videos by the hash of their pixels; least recently used first out.
 
-    A chunk of a prompt may end inside an image: the next one finds the rest here. What was dropped
-    is computed again, with the same numbers, because one image runs at a time.
+    An item is encoded when its first token is in a step. A chunk of a prompt may end inside an
+    image: the next chunk finds the rest here. Each item is encoded by itself, so encoding an
+    evicted one again gives the same numbers.
 
     Args:
         encode: [frames, height, width, 3] uint8 -> [n, hidden].
-        budget: bytes of all that is kept; the newest is, whatever its size.
-        device: where it is.
+        budget: bytes that the cache holds; the newest item stays even if it is larger.
+        device: of the encoder and the embeddings.
 
     Attributes:
-        encoded: images and videos that were computed.
-        found: times that one was there.
+        encoded: items that were encoded (misses).
+        found: hits.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class EncoderCache:
         self.encoded = self.found = 0
 
     def of(self, item: MediaItem) -> Tensor:
-        """Its embeddings [n, hidden]; not to be written."""
+        """Embeddings [n, hidden] of an item; the caller must not write to them."""
         kept = self._kept.get(item.digest)
         if kept is not None:
             self.found += 1
@@ -54,7 +55,7 @@ class EncoderCache:
         return made
 
     def inserted(self, inserts: Sequence[Insert]) -> Inserted | None:
-        """What a step puts in the places of its placeholders; None: it has none."""
+        """The embeddings that replace a step's placeholder tokens; None: it has none."""
         if not inserts:
             return None
         rows = [self.of(i.item)[i.begin : i.end] for i in inserts]
@@ -64,8 +65,8 @@ class EncoderCache:
 
     @torch.inference_mode()
     def rehearse(self, sides: Sequence[int]) -> None:
-        """Encode square images of these sides and keep nothing: their kernels are compiled then,
-        and their memory has been taken once."""
+        """Encode square images of these sides and store nothing: this compiles the kernels and
+        makes the allocator reserve their memory."""
         for side in sides:
             self._encode(torch.zeros(1, side, side, 3, dtype=torch.uint8, device=self._device))
 

@@ -1,6 +1,6 @@
-"""Images and videos of a prompt as the runner sees them: pixels, and which tokens stand for them.
+"""Images and videos of a prompt as the runner gets them: pixels, and their placeholder tokens.
 
-Loads no torch: both processes of a server import it.
+Imports no torch: both processes of a server import it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MediaItem:
     Attributes:
         shape: frames, height, width.
         pixels: [frames, height, width, 3] uint8, RGB.
-        digest: hash of all this, by which embeddings and pages are known.
+        digest: hash of shape and pixels, the key of embeddings and part of the key of pages.
     """
 
     shape: tuple[int, int, int]
@@ -38,13 +38,13 @@ class MediaItem:
 
 
 class Span(NamedTuple):
-    """Tokens of a prompt, side by side, that stand for embeddings of an item.
+    """Consecutive placeholder tokens of a prompt that embeddings of one item replace.
 
     Attributes:
-        first: of these tokens.
-        grid: embeddings in time, height and width; as many tokens, row by row.
-        item: its index.
-        offset: of the first embedding among the item's.
+        first: index of the first token.
+        grid: embeddings in time, height and width, row by row; one token each.
+        item: index of the item.
+        offset: index of the first embedding in the item's.
     """
 
     first: int
@@ -54,13 +54,13 @@ class Span(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many they are."""
+        """Number of tokens."""
         t, h, w = self.grid
         return t * h * w
 
     @property
     def end(self) -> int:
-        """The token behind."""
+        """Index after the last token."""
         return self.first + self.tokens
 
 
@@ -78,7 +78,7 @@ class PromptMedia:
 
     @cached_property
     def marks(self) -> tuple[Mark, ...]:
-        """What tells pages with these tokens from those with the same ids."""
+        """Digests that distinguish pages with these tokens from pages with the same token ids."""
         return tuple(
             Mark(s.first, s.end, self.items[s.item].digest + s.offset.to_bytes(8, "little"))
             for s in self.spans
@@ -86,12 +86,12 @@ class PromptMedia:
 
 
 class Insert(NamedTuple):
-    """Embeddings of an item that a step needs.
+    """Embeddings of an item that replace tokens of a step.
 
     Attributes:
-        item: whose.
-        begin, end: which of them.
-        at: place of the first in the batch.
+        item: the item.
+        begin, end: range of its embeddings.
+        at: index of the first token in the batch.
     """
 
     item: MediaItem
@@ -101,11 +101,11 @@ class Insert(NamedTuple):
 
 
 class Placed:
-    """Where the tokens of a prompt with images stand on every axis of position.
+    """Rotary positions (M-RoPE) of the tokens of a prompt with images.
 
-    Text moves on by one on all axes. A token (a, b, c) of a grid that begins at p stands at
-    (p + a, p + b, p + c), and the text behind it at p + max(height, width) of the grid (spec of
-    M-RoPE: Qwen2-VL, section 2.1).
+    The position of text grows by one on all axes. Token (a, b, c) of a grid whose first token is at
+    position p is at (p + a, p + b, p + c), and text continues at p + max(height, width) of the grid
+    (Qwen2-VL, section 2.1).
 
     Args:
         media: of the prompt.
@@ -113,8 +113,8 @@ class Placed:
 
     Attributes:
         media: of the prompt.
-        end: tokens up to the last span's end; those behind are at their number plus `delta`.
-        delta: offset of positions behind the last span.
+        end: index after the last span; the position of a later token is its index plus `delta`.
+        delta: see there.
     """
 
     def __init__(self, media: PromptMedia, axes: int) -> None:
@@ -132,7 +132,7 @@ class Placed:
         return np.concatenate((known, np.broadcast_to(behind, (len(known), len(behind)))), axis=1)
 
     def inserts(self, begin: int, end: int, at: int) -> list[Insert]:
-        """Embeddings that stand for tokens begin, ..., end - 1, the first of which is `at` in the
+        """Embeddings that replace tokens begin, ..., end - 1; token `begin` has index `at` in the
         batch."""
         found = []
         for span in self.media.spans:

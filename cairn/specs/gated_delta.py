@@ -1,4 +1,4 @@
-"""Gated delta net: a recurrent state in the place of a cache (Yang et al. 2024)."""
+"""Gated delta net: a recurrent state instead of a KV cache (Yang et al. 2024)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class GatedDeltaSpec:
     Attributes:
         key_heads, value_heads: hk and hv; value head j reads key head j // (hv / hk).
         key_dim, value_dim: dk and dv.
-        conv_kernel: W, inputs that the depthwise convolution sees.
+        conv_kernel: W, taps of the depthwise convolution.
         eps: of the gated output norm.
-        grouped: a checkpoint's projections are [q | k | v | z] and [b | a] by key head.
+        grouped: the checkpoint stores projections as [q | k | v | z] and [b | a] by key head.
         backend: name of the backend.
     """
 
@@ -38,18 +38,18 @@ class GatedDeltaSpec:
 
     @property
     def conv_parts(self) -> tuple[int, int, int]:
-        """Channels of the convolution: all q, k and v."""
+        """Channels of the convolution: those of q, of k and of v."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.value_heads * self.value_dim
 
     @property
     def conv_channels(self) -> int:
-        """All of these."""
+        """Their sum."""
         return sum(self.conv_parts)
 
     @property
     def selects(self) -> bool:
-        """It reads its state, no pages."""
+        """Whether it selects pages: it has a state and reads none."""
         return False
 
     @property

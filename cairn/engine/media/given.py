@@ -81,7 +81,7 @@ def _part(part: Any, name: str, found: list[Given]) -> Any:
 
 
 def of_data(data: Any) -> list[Given]:
-    """The images and videos of `multi_modal_data`, {"image": one or a list, "video": likewise}.
+    """The images and videos of `multi_modal_data`: {"image": one or a list, "video": the same}.
 
     Raises BadRequest for anything else.
     """
@@ -116,7 +116,7 @@ def check_counts(given: Sequence[Given], limits: MediaLimits) -> None:
 def prepared(given: Given, media: MediaSpec, limits: MediaLimits) -> Prepared:
     """Read, decode and resize an image or a video.
 
-    Raises BadRequest for what cannot be read.
+    Raises BadRequest if it cannot be read.
     """
     value, fps = given.value, None
     try:
@@ -130,9 +130,9 @@ def prepared(given: Given, media: MediaSpec, limits: MediaLimits) -> Prepared:
 
 
 def files_of(given: Given, limits: MediaLimits) -> list[bytes]:
-    """The bytes of the file of an image, or of the frames of a video, that a URL names.
+    """The bytes of the image file, or of a video's frames, that a URL names.
 
-    Raises BadRequest for what is no URL, or none that may be read.
+    Raises BadRequest for a value that is not a URL, or a URL that is not allowed.
     """
     if not isinstance(given.value, str):
         raise BadRequest(f"{given.name} holds {short(given.value)}, not a URL", "Give a data: URL")

@@ -24,10 +24,11 @@ from cairn.specs.vision import IMAGE, VIDEO, MediaSpec, PixelBounds
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 LONGEST_RATIO = 200
-"""Of an image's longer side to its shorter one; the processors refuse more."""
+"""Largest ratio of an image's sides, as in the models' processors."""
 SMALLEST_SIDE = 2
-"""Pixels of a side: the processors cannot tell axes of a single one apart."""
+"""Fewest pixels of a side: the models' processors take an axis of length 1 for the channels."""
 UNKNOWN_FPS = 24.0
+"""Frames a second of a video that says nothing, as in the models' processors."""
 
 Pixels = NDArray[np.uint8]
 
@@ -39,8 +40,8 @@ class Prepared:
     Attributes:
         modality: "image" or "video".
         item: its pixels.
-        grid: its embeddings in time, height and width.
-        seconds: of a video, when each of its groups of frames is seen.
+        grid: number of embeddings in time, height and width.
+        seconds: of a video, the time of each group of frames.
     """
 
     modality: str
@@ -50,15 +51,15 @@ class Prepared:
 
     @property
     def tokens(self) -> int:
-        """Its embeddings."""
+        """Number of embeddings."""
         return math.prod(self.grid)
 
 
 def decoded(data: bytes, most_pixels: int) -> Image.Image:
-    """An image file as RGB. Its header is read first: what is too large is never decoded.
+    """An image file as RGB. The size in its header is checked before anything is decoded.
 
     Raises:
-        BadRequest: no image of `FORMATS`, a broken one, or one of more than `most_pixels`.
+        BadRequest: not an image of `FORMATS`, a broken one, or one of more than `most_pixels`.
     """
     try:
         with warnings.catch_warnings():
@@ -118,7 +119,8 @@ def smart_size(height: int, width: int, factor: int, bounds: PixelBounds) -> tup
 def smart_video_size(
     frames: int, height: int, width: int, media: MediaSpec, bounds: PixelBounds
 ) -> tuple[int, int]:
-    """Height and width of the frames of a video after resizing; the bounds are of all together."""
+    """Height and width of a video's frames after resizing; the bounds are for the sum of all
+    frames."""
     factor = media.patch * media.merge
     if min(height, width) < factor:
         scale = max(factor / height, factor / width)
@@ -148,7 +150,7 @@ def prepared_video(
     Args:
         frames: in order.
         media: of the model.
-        fps: frames a second; `media.fps` of these are taken. None: all are.
+        fps: frames a second, from which `media.fps` a second are sampled; None: all are taken.
     """
     taken = list(range(len(frames)))
     if fps is not None:
@@ -156,7 +158,7 @@ def prepared_video(
         count = min(max(int(len(frames) / fps * media.fps), media.fewest_frames), most)
         taken = np.linspace(0, len(frames) - 1, count).round().astype(int).tolist()
     if len(taken) == 1:
-        # A group of frames is seen at once; one frame is repeated to fill it.
+        # The encoder reads groups of frames: a single frame is repeated.
         taken *= media.frames
     first = frames[0]
     size = smart_video_size(len(taken), first.height, first.width, media, media.videos)
@@ -188,7 +190,7 @@ def _grown(height: int, width: int, factor: int, scale: float) -> tuple[int, int
 
 
 def _resized(frames: Sequence[Image.Image], taken: Sequence[int], size: tuple[int, int]) -> Pixels:
-    """The frames of these numbers, one after the other: [n, *size, 3]."""
+    """Frames taken[0], taken[1], ... resized: [n, *size, 3]."""
     height, width = size
     found = np.empty((len(taken), height, width, 3), dtype=np.uint8)
     for i, frame in enumerate(frames[number] for number in taken):
@@ -210,6 +212,6 @@ def _prepared(
 
 
 def _group_seconds(taken: Sequence[int], fps: float, size: int) -> tuple[float, ...]:
-    """The middle of each group of `size` frames, by the numbers of its first and its last."""
+    """Time in the middle of each group of `size` frames: the mean of its first and last frame's."""
     at = [*taken, *[taken[-1]] * (-len(taken) % size)]
     return tuple((at[i] / fps + at[i + size - 1] / fps) / 2 for i in range(0, len(at), size))

@@ -1,4 +1,4 @@
-"""Placeholder tokens of a prompt: one of each image or video becomes as many as it has embeddings.
+"""Placeholder tokens of a prompt: the one of an image or a video is repeated for every embedding.
 
 A video becomes, for each group of its frames, the text of its time and the placeholders of the
 group between start and end tokens, as the processor of Qwen3-VL in transformers writes it.
@@ -19,11 +19,11 @@ Encode = Callable[[str], Sequence[int]]
 def placed(
     ids: Sequence[int], given: Sequence[Prepared], media: MediaSpec, encode: Encode | None
 ) -> tuple[list[int], PromptMedia]:
-    """The prompt with all placeholders, and what they stand for.
+    """The prompt with all placeholders, and the items and spans of these.
 
     Args:
-        ids: with one placeholder for each image and video, in order, or with all of them already.
-        given: the images and videos; those of a modality in order.
+        ids: with one placeholder for each image and video, or with all of them.
+        given: the images and videos; those of a modality in the order of their placeholders.
         media: of the model.
         encode: the ids of a text, without special tokens; None: there is no tokenizer.
 
@@ -49,20 +49,20 @@ def placed(
 
 
 class _Writer:
-    """A prompt while its placeholders are written."""
+    """Builds a prompt with all placeholders from left to right."""
 
     def __init__(self, media: MediaSpec, encode: Encode | None, expanded: set[int]) -> None:
         self._media, self._encode, self._expanded = media, encode, expanded
         self._ids: list[int] = []
         self._items: list[Prepared] = []
         self._spans: list[Span] = []
-        # By placeholder, the video whose groups are being read, and the next of them.
+        # Placeholder -> video of which some groups were read, and its next group.
         self._open: dict[int, tuple[int, int]] = {}
 
     def write(
         self, ids: Sequence[int], waiting: dict[int, Iterator[Prepared]]
     ) -> tuple[list[int], PromptMedia]:
-        """All of it; `waiting`: by placeholder, what its next ones stand for."""
+        """The whole prompt; `waiting`: placeholder -> items that were not placed yet."""
         at = 0
         while at < len(ids):
             token = ids[at]
@@ -77,7 +77,8 @@ class _Writer:
         return self._ids, PromptMedia(items, tuple(self._spans))
 
     def _new(self, ids: Sequence[int], at: int, item: Prepared) -> int:
-        """Write the placeholders of an item for one; returns how many tokens that replaces."""
+        """Write all placeholders of an item in place of the one at `at`; returns the number of
+        tokens replaced."""
         number = len(self._items)
         self._items.append(item)
         _, h, w = item.grid
@@ -100,8 +101,8 @@ class _Writer:
         return 2 if between else 1
 
     def _known(self, ids: Sequence[int], at: int, waiting: Iterator[Prepared]) -> int:
-        """Take placeholders that are written already, those of a group of frames; returns how
-        many."""
+        """Copy the placeholders of one group of frames, which the prompt has already; returns their
+        number."""
         token = ids[at]
         number, group = self._open.pop(token, (len(self._items), 0))
         if number == len(self._items):

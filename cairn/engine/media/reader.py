@@ -1,4 +1,4 @@
-"""What a model makes of the images and videos of a prompt."""
+"""From a request's images and videos to pixels and placeholder tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MediaReader:
 
     Args:
         media: of the model; None: it reads text alone.
-        limits: what a prompt may bring.
+        limits: of number, size and source.
         tokenizer: None: prompts are token ids.
     """
 
@@ -32,7 +32,7 @@ class MediaReader:
 
     @property
     def placeholders(self) -> Mapping[str, str]:
-        """Modality -> the text that stands for one in a prompt; empty: text alone is read."""
+        """Modality -> its placeholder text in a prompt; empty if the model reads text only."""
         if self.media is None or self._tokenizer is None:
             return MappingProxyType({})
         media, text = self.media, self._tokenizer.token_text
@@ -41,7 +41,7 @@ class MediaReader:
         return {modality: f"{start}{text(token)}{end}" for modality, token in tokens.items()}
 
     def check(self, given: Sequence[Given]) -> None:
-        """Raise BadRequest where the model reads no images, or not so many."""
+        """Raise BadRequest if the model reads no images, or there are too many."""
         if given and self.media is None:
             raise BadRequest(f"{given[0].name} is {_named(given[0])}, but {TEXT_ALONE}")
         check_counts(given, self.limits)
@@ -49,9 +49,9 @@ class MediaReader:
     def read(
         self, ids: Sequence[int], given: Sequence[Given]
     ) -> tuple[Sequence[int], PromptMedia | None]:
-        """A prompt's ids with all placeholders, and what these stand for; decodes here.
+        """A prompt's ids with all placeholders, and the items and spans; decodes in this process.
 
-        Raises BadRequest for what cannot be read, or has no place in the prompt.
+        Raises BadRequest for an item that cannot be read, or has no placeholder in the prompt.
         """
         self.check(given)
         if not given or self.media is None:
@@ -59,7 +59,7 @@ class MediaReader:
         return self.place(ids, [prepared(one, self.media, self.limits) for one in given])
 
     def place(self, ids: Sequence[int], items: Sequence[Prepared]) -> tuple[list[int], PromptMedia]:
-        """The same of what is decoded already."""
+        """As `read`, of decoded items."""
         assert self.media is not None
         encode = None
         if self._tokenizer is not None:

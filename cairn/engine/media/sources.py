@@ -16,7 +16,7 @@ from cairn.errors import BadRequest
 from cairn.specs.media import MediaLimits
 
 LONGEST = 64 << 20
-"""Bytes of a file or of a remote answer."""
+"""Most bytes of a file or of a response."""
 FETCH_SECONDS = 10.0
 FRAMES = "video/jpeg"
 """Media type of a data URL with the frames of a video, in base64 with commas between them."""
@@ -28,8 +28,8 @@ def read_url(url: str, limits: MediaLimits) -> list[bytes]:
     A remote one is fetched here, which may take FETCH_SECONDS.
 
     Raises:
-        BadRequest: for a string that is no URL, a URL that is not allowed, or one that leads to
-            nothing.
+        BadRequest: for a string that is not a URL, a URL that is not allowed, or one that cannot be
+            read.
     """
     scheme = url.partition(":")[0].lower()
     if scheme == "data":
@@ -83,7 +83,7 @@ def _file(url: str, folder: str | None) -> bytes:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects to allowed hosts alone."""
+    """Follows redirects only to allowed hosts."""
 
     def __init__(self, domains: tuple[str, ...]) -> None:
         self._domains = domains

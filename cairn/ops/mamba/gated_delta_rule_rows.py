@@ -43,9 +43,9 @@ def gated_delta_rule_rows(
     """`fused_sigmoid_gating_delta_rule_update` of sequences of any length, with q and k of length 1
     and q scaled by K^-1/2.
 
-    More than 16 tokens of a sequence are run in chunks of 64 that begin at multiples of 64 of the
-    sequence's slots, so that cutting it there changes no bit: the tokens behind the last multiple
-    are run like a sequence of their own.
+    More than 16 tokens of a sequence are run in chunks of 64 that start at slots that are multiples
+    of 64, so that cutting a prompt at such a slot changes no bit: the tokens after the last
+    multiple are run like a sequence of their own.
 
     Args:
         A_log, dt_bias: [HV].
@@ -104,9 +104,9 @@ def _(call: Call) -> None:
 
 
 def cut(span: range, first: int) -> list[range]:
-    """The parts of a sequence's tokens, of which the first one is in slot `first`: those up to a
-    multiple of CHUNK, whole chunks, and what is left. How a part is run depends on its own length
-    alone, so the last one of a prompt is run alike whether or not the prompt was cut before it."""
+    """Parts of a sequence whose first token is in slot `first`: the tokens up to a multiple of
+    CHUNK, whole chunks, and the rest. How a part is run depends only on its own length, so the last
+    part of a prompt gives the same bits whether or not the prompt was cut before it."""
     end = first + len(span)
     head = min(end, -(-first // CHUNK) * CHUNK)
     tail = max(head, end // CHUNK * CHUNK)
@@ -131,7 +131,7 @@ def _(call: Call) -> Tensor:
 
 
 def _run(spans: Sequence[range], tokens: Tokens, state: Tensor, out: Tensor) -> None:
-    """One part of every sequence, from its state [N, HV, V, K]."""
+    """Run one part of every sequence from its state [N, HV, V, K]."""
     for run, few in ((recurrence.by_token, True), (recurrence.by_chunk, False)):
         chosen = [n for n, span in enumerate(spans) if span and (len(span) <= FEW) == few]
         own = state[chosen]

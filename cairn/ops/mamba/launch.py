@@ -16,24 +16,24 @@ from cairn.ops.mamba.recurrence import CHUNK
 from cairn.ops.pdl import uses_pdl
 
 MOST_SEQUENCES = 1 << 12
-"""Most sequences of a call: every program of the chunked rule searches all of their starts."""
+"""Most sequences of a call: every program of the chunked rule searches all starts."""
 WIDEST = 256
-"""Most columns K of a state: a program holds whole rows."""
+"""Largest K of a state [V, K]: a program holds whole rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Sequences side by side, and their states.
+    """Sequences concatenated in one tensor, and their states.
 
     Attributes:
-        count: how many.
+        count: number of sequences.
         length: tokens of each where `starts` is None.
-        starts: [count + 1] integers.
-        slots: [count] integers, of states; None: sequence n has slot n.
-        stored: [count] integers, slots of the states behind the tokens; None: `slots`.
-        has_initial_state: [count] bool, whether a sequence has a state.
-        first: [count] integers, the slot of a sequence's first token; chunks begin at multiples of
-            CHUNK slots.
+        starts: [count + 1] integers, index of each first token, and the end.
+        slots: [count] integers, slots of the initial states; None: slot n for sequence n.
+        stored: [count] integers, slots of the final states; None: `slots`.
+        has_initial_state: [count] bool; False: the sequence starts from zeros.
+        first: [count] integers, position of a sequence's first token; chunks start at positions
+            that are multiples of CHUNK.
     """
 
     count: int
@@ -53,10 +53,10 @@ class Rule:
         q, k: [T, H, K].
         v: [T, HV, V].
         a, b: [T, HV] or, a decay for each column, a [T, HV, K].
-        a_log, dt_bias: [HV], or dt_bias [HV, K]; None: a and b are the logarithm of the decay and
-            the strength.
+        a_log, dt_bias: [HV], or dt_bias [HV, K]; None: a is the log decay and b the strength
+            already.
         scale: of queries.
-        normalised: whether queries and keys are divided by their lengths (l2 norm).
+        normalised: whether queries and keys are divided by their l2 norms.
         beta, threshold: of softplus.
     """
 
@@ -86,8 +86,8 @@ class Convolution:
     Attributes:
         weight: [D, W].
         bias: [D], or None.
-        silu: whether outputs pass silu.
-        skipped: slot of sequences that are left as they are; None: of none.
+        silu: whether silu is applied to outputs.
+        skipped: slot of padding sequences, whose inputs are returned unchanged; None: no padding.
     """
 
     weight: Tensor
@@ -97,7 +97,7 @@ class Convolution:
 
 
 def convolve(x: Tensor, by: Convolution, states: Tensor | None, of: Sequences, out: Tensor) -> None:
-    """Outputs of x [D, T] in `out` [D, T], which is other memory; states are not changed."""
+    """Convolve x [D, T] into `out` [D, T], which must not overlap x; states are not changed."""
     channels, tokens = x.shape
     if not tokens or not channels:
         return
@@ -147,9 +147,17 @@ def convolve_each(
     ring: Tensor | None = None,
     tokens: int = 0,
 ) -> None:
-    """The same sequence by sequence, then their states. x is [B, D, L] where sequences are not side
-    by side; `out` may be x; None: only states. tokens: of all; those behind the
-    last sequence get 0."""
+    """Convolve each sequence and update its state.
+
+    Args:
+        x: [D, T], or [B, D, L] for sequences of equal length.
+        by: the convolution.
+        states: [slots, D, W - 1], changed.
+        of: the sequences.
+        out: of x's shape, may be x; None: only states are updated.
+        ring: [count] integers, tokens before these, of states that are ring buffers.
+        tokens: T; outputs after the last sequence become 0.
+    """
     channels, convolved = x.shape[-2], out is not None
     if not of.count or not channels:
         return
@@ -260,7 +268,7 @@ def run_tokens(
 
 
 def _chunk_table(of: Sequences, most: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Table and first chunks of `chunk_table_kernel`."""
+    """The table and the number of each sequence's first chunk, from `chunk_table_kernel`."""
     table = gpu.empty((most, 4), torch.int32, device)
     before = gpu.empty((of.count,), torch.int32, device)
     chunk_table_kernel[(of.count,)](
@@ -280,7 +288,7 @@ def _chunk_table(of: Sequences, most: int, device: torch.device) -> tuple[Tensor
 def run_chunks(
     rule: Rule, pool: Tensor, of: Sequences, out: Tensor, few_apart: bool = False
 ) -> None:
-    """The rule in chunks; see `kernels.chunks`. Outputs behind all sequences become 0."""
+    """The rule in chunks; see `kernels.chunks`. Outputs after the last sequence become 0."""
     tokens, heads, high = rule.v.shape
     width = rule.k.shape[2]
     # Each sequence may have an incomplete first and last chunk.

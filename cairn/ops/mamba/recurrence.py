@@ -26,17 +26,17 @@ from torch import Tensor
 
 CHUNK = 64
 FEW = 16
-"""Up to this many tokens run one after the other, which costs no more than a chunk."""
+"""Up to this many tokens run token by token, which costs no more than a chunk."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What tokens do to the state, all float32.
+    """Inputs of the rule, all float32.
 
     Attributes:
         q, k: [T, HV, K], a query and a key for each value head; q is scaled.
         v: [T, HV, V].
-        g: [T, HV, 1], the logarithm of the decay, or [T, HV, K]: one for each column of the state.
+        g: [T, HV, 1], the log decay, or [T, HV, K]: one for each column of the state.
         beta: [T, HV].
     """
 
@@ -52,8 +52,8 @@ def prepared(
 ) -> Tokens:
     """Tokens of q, k [B, T, H, K], v [B, T, HV, V], g [B * T, HV, 1 or K] and beta [B * T, HV].
 
-    Value head j reads key head j // (HV / H). `normalised`: q and k are divided by their lengths,
-    sqrt(sum + 1e-6). scale: of q; None: K^-1/2.
+    Value head j reads key head j // (HV / H). `normalised`: q and k are divided by their l2 norms,
+    sqrt(sum of squares + 1e-6). scale: of q; None: K^-1/2.
     """
     each = v.shape[2] // q.shape[2]
     q, k, v = (x.flatten(0, 1).float() for x in (q, k, v))
@@ -96,7 +96,7 @@ def by_token(tokens: Tokens, state: Tensor, spans: Sequence[range], out: Tensor)
 
 
 def by_chunk(tokens: Tokens, state: Tensor, spans: Sequence[range], out: Tensor) -> None:
-    """The same as `by_token` by chunks that begin where their sequence does; g is [T, HV, 1]."""
+    """`by_token` in chunks, the first of which starts with the sequence; g is [T, HV, 1]."""
     order, lengths = _longest_first(spans)
     if not order:
         return
@@ -126,7 +126,7 @@ def by_chunk(tokens: Tokens, state: Tensor, spans: Sequence[range], out: Tensor)
 
 @dataclass(frozen=True)
 class Chunks:
-    """What does not depend on the state, of chunks C of n tokens; padding has beta, g, k, v of 0.
+    """Terms of C chunks of n tokens that do not depend on the state; in padding all inputs are 0.
 
     Attributes:
         u: [C, HV, n, V], T (beta v).
@@ -146,7 +146,7 @@ class Chunks:
 
     @classmethod
     def of(cls, tokens: Tokens, row: Tensor, inside: Tensor) -> Chunks:
-        """Of the tokens at row [C, n], where `inside` [C, n]."""
+        """Of the tokens row [C, n]; `inside` [C, n] is false in padding."""
 
         def taken(x: Tensor) -> Tensor:
             return torch.where(inside[..., None, None], x[row], 0).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Sequences side by side in one tensor: where they begin, and checks of that."""
+"""Sequences concatenated in one tensor: their starts, and checks of these."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def expect_starts(op: str, name: str, starts: Tensor, tokens: int, like: Tensor)
 
 
 def spans(starts: Tensor | None, batch: int, tokens: int) -> list[range]:
-    """The tokens of every sequence, of [batch * tokens] rows: as `starts` says, or one sequence of
-    `tokens` after the other."""
+    """Token ranges of the sequences: between `starts`, or `batch` sequences of `tokens` each."""
     bounds = [row * tokens for row in range(batch + 1)] if starts is None else starts.tolist()
     return [range(first, end) for first, end in itertools.pairwise(bounds)]
 

@@ -9,7 +9,7 @@ from cairn.ops.benching import Draw
 
 @dataclass(frozen=True)
 class Net:
-    """Heads of keys and of values, their widths, taps of the convolution, tokens of steps."""
+    """Key and value heads, their widths, taps of the convolution, and the steps that are timed."""
 
     key_heads: int
     value_heads: int

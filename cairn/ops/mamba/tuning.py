@@ -13,12 +13,12 @@ CHUNK_WARPS = 4
 TABLE = 64
 """Entries of the table of chunks that a program writes."""
 BUSY = 128
-"""From so many states on, fewer and larger programs a state fill a GPU."""
+"""With at least this many states, larger and fewer programs for each state fill a GPU."""
 
 
 def in_chunks(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether long sequences run in chunks on a device; the interpreter's is a CPU. On a GPU those
-    in float32 do not: without tensor cores these kernels take minutes to compile."""
+    """Whether long sequences run in chunks. In float32 on a GPU they do not: without tensor cores
+    these kernels take minutes to compile."""
     return device.type != "cuda" or dtype != torch.float32
 
 
