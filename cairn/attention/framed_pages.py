@@ -107,7 +107,9 @@ class FramedStep:
                 near[0], far[0], near[1], far[1], self.windows, self.batch.completed_pages,
                 frames.far[KEY][0, 0].nbytes, len(frames.layers),
             )  # fmt: skip
-        indices = torch.stack(self.selected, 1).flatten(1, 2)
+        # A rehearsal leaves layers out: the last one's selection stands for theirs.
+        missing = len(frames.layers) - len(self.selected)
+        indices = torch.stack(self.selected + self.selected[-1:] * missing, 1).flatten(1, 2)
         _, sources, targets = self._resolve(frames.map, indices, self.batch.row, renewed=True)
         source, target = frames.far[KEY], frames.near[KEY]
         of_values = frames.far[VALUE], frames.near[VALUE]
