@@ -55,7 +55,7 @@ class SideBySide:
         left: tokens until one of them has all it may have.
     """
 
-    requests: list[Request]
+    requests: Sequence[Request | None]
     continuations: list[Continuation]
     streams: list[OutputStream]
     last: float | None = None

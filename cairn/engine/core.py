@@ -189,7 +189,7 @@ class EngineCore:
         return continuation
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise BadRequest or TooLong for a prompt or parameters that can never be served."""
+        """Raise BadRequest or TooLong for what can never be served."""
         admission.check(prompt, params, self.shape, self.tokenizer is not None)
 
     def abort(self, request_id: str) -> None:
@@ -266,7 +266,7 @@ class EngineCore:
         began, self._choosing = self.clock(), False
         masks: dict[int, Words] = {}
         guesses = {work.row: work.guesses for work in flight.plan.work if work.drafts}
-        for i, request in self.scheduler.constrained(flight.plan).items():
+        for i, request in self.scheduler.in_flight(flight.plan).constrained.items():
             if request.grammar is not None and self._of(request) is not None:
                 along = request.grammar.masks_along(guesses.get(request.row, ()))
                 masks |= dict(enumerate(along, i))
@@ -287,7 +287,7 @@ class EngineCore:
             self._fail(flight.plan, error)
             raise
         arrived = self.clock()
-        load = self.scheduler.load_of(flight.plan)
+        load = self.scheduler.in_flight(flight.plan).load
         changed = self._retire(flight.plan, result)
         ended = self.clock()
         # A step launched while the one before ran took what it added to it.
@@ -374,6 +374,8 @@ class EngineCore:
         changed, begin = [], 0
         for number, request in enumerate(sampled):
             end = begin + (1 if result.counts is None else result.counts[number])
+            if request is None:
+                self.stats.generated_tokens -= end - begin
             continuation = self._of(request)
             if continuation is not None:
                 changed.append(continuation)
@@ -407,13 +409,13 @@ class EngineCore:
                 self._end(together.continuations[i], now)
         return together.continuations
 
-    def _join(self, requests: list[Request]) -> SideBySide | None:
+    def _join(self, requests: Sequence[Request | None]) -> SideBySide | None:
         """The requests of a step side by side; None where one has ended or has a grammar."""
         self._part()
         found = []
         for request in requests:
             continuation = self._of(request)
-            if continuation is None or request.grammar is not None:
+            if continuation is None or continuation.request.grammar is not None:
                 return None
             found.append(continuation)
         self._together = SideBySide(requests, found, [c.stream for c in found])
@@ -426,9 +428,9 @@ class EngineCore:
                 continuation.moments.last_token = self._together.last
         self._together = None
 
-    def _of(self, request: Request) -> Continuation | None:
+    def _of(self, request: Request | None) -> Continuation | None:
         """Whose request it is; None where that was finished while a step ran it."""
-        found = self._live.get(request.id)
+        found = None if request is None else self._live.get(request.id)
         return found if found is not None and found.request is request else None
 
     def _end(self, continuation: Continuation, now: float) -> None:
@@ -467,7 +469,7 @@ class EngineCore:
         return reason
 
     def _take_prompt_logprobs(self, plan: StepPlan, result: StepResult) -> None:
-        requests = self.scheduler.requests_of(plan)[len(plan.decode.row) :]
+        requests = self.scheduler.in_flight(plan).requests[len(plan.decode.row) :]
         rows = {w.row: request for w, request in zip(plan.work, requests, strict=True)}
         for part in result.prompt_logprobs:
             request = rows[part.row]

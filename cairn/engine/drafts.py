@@ -138,7 +138,8 @@ class Guesses:
     """What rows that decode may run beside their last tokens.
 
     Attributes:
-        of: request -> its guesses; none where this step is the one to make them.
+        of: request -> its last token and its guesses; no guesses where this step is the one to make
+            them, or where the device does not have the last token.
         waiting: requests that will have guesses when the step in flight has chosen their last
             tokens, so that no step should be planned for them before.
     """
@@ -182,13 +183,17 @@ class Guesses:
                 found[request] = guesses
         if found and pace is not None and not pace.pays(found, load):
             found = {}
+        for request in rows.requests:
+            if request.stale:
+                found.setdefault(request, [])
         if drafter.ahead:
             for request in rows.requests:
                 if request not in found:
                     # It moves on without its guesses.
                     request.guesses = ()
         waiting = frozenset(request for request in found if request.choosing)
-        return cls({r: g for r, g in found.items() if r not in waiting}, waiting)
+        ready = (r for r in found if r not in waiting)
+        return cls({r: [r.tokens[r.planned], *found[r]] for r in ready}, waiting)
 
     def __contains__(self, request: object) -> bool:
         return request in self.of or request in self.waiting

@@ -79,6 +79,11 @@ def expected(request: Request, count: int) -> float:
     return right * (1.0 - right**count) / (1.0 - right)
 
 
+def all_right(request: Request, count: int) -> float:
+    """How likely so many guesses of a row are all right, with the one behind them."""
+    return float(((request.right + 1.0) / (request.tried + 2.0)) ** (count + 1))
+
+
 def learn(request: Request, drafted: int, accepted: int) -> None:
     """Record how many of a row's drafts were accepted; after the first wrong one none count."""
     request.right = FORGET * request.right + accepted

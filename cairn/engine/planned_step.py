@@ -145,6 +145,20 @@ class PlannedStep:
             self.kept.append(StateCopy(request.row, snapshot))
 
 
+def chunk(request: Request, budget: int, cache: PageCache) -> int:
+    """User tokens that a request prefills: at least one, at most as many as fill `budget` slots,
+    and none behind the next page border that should have a snapshot."""
+    slots = cache.slots
+    count = max(1, min(request.pending, slots.fitting(request.planned, budget)))
+    if cache.states is None or request.lease is None:
+        return count
+    for pages in cache.snapshot_borders(request.lease, len(request.tokens)):
+        border = pages * slots.tokens_per_page - request.planned
+        if border > 0:
+            return min(count, border)
+    return count
+
+
 def decoded_border(cache: PageCache) -> int | None:
     """Behind every so many tokens a row that decodes leaves a snapshot of its state; None: it has
     no state."""

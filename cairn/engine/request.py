@@ -15,7 +15,7 @@ from cairn.cache.radix import Mark
 from cairn.engine.grammar import GrammarState
 from cairn.engine.messages import Timing
 from cairn.runner.media import PromptMedia
-from cairn.runner.step import DecodeWork
+from cairn.runner.step import DecodeWork, RowWork
 from cairn.types import SamplingParams
 
 
@@ -105,8 +105,10 @@ class Request:
         opened: the runner was told of the row.
         decoding: all that is left to run is the token that was chosen last, since the row was
             opened.
-        drafting: a step in flight runs guesses of it: which tokens it has, and how far it is, is
-            known when that step retires.
+        verifying: its latest work in flight, if that runs guesses: how far the request is, is known
+            when that step retires.
+        stale: the device's last token of its row is not its own, since a step ran ahead of wrong
+            guesses.
         guesses: what a draft layer guesses behind its tokens.
         others: the likeliest of its first guesses.
         right, tried: guesses of it that were right, and that were compared, lately.
@@ -135,7 +137,8 @@ class Request:
     granted: int = 0
     opened: bool = False
     decoding: bool = False
-    drafting: bool = False
+    verifying: RowWork | None = None
+    stale: bool = False
     guesses: Sequence[int] = ()
     others: Sequence[int] = ()
     right: float = 0.0
@@ -204,6 +207,14 @@ class Request:
     def complete(self) -> bool:
         """Steps in flight choose the last token that it may have."""
         return self.decoding and self.planned + 1 - self.num_prompt >= self.max_output
+
+    @property
+    def asks_more(self) -> bool:
+        """Whether more is asked of it than the tokens behind text, each by itself."""
+        params = self.params
+        reported = params.selection or params.logprobs is not None
+        constrained = params.penalized or self.grammar is not None
+        return reported or constrained or self.media is not None
 
     @property
     def caches_prefix(self) -> bool:
@@ -295,8 +306,7 @@ class Phases:
     @classmethod
     def of(cls, running: Sequence[Request], counts: RowCounts, tokens_per_page: int) -> Phases:
         """Sort them; those that are to be released, or have all their tokens, run nothing."""
-        decoding = [r for r in running if r.decoding and not (r.drafting or r.doomed or r.complete)]
-        return cls(
-            Lockstep(decoding, counts, tokens_per_page),
-            [r for r in running if not (r.decoding or r.doomed)],
-        )
+        live = [r for r in running if not r.doomed]
+        decoding = [r for r in live if r.decoding and not (r.verifying or r.complete)]
+        prefilling = [r for r in live if not r.decoding]
+        return cls(Lockstep(decoding, counts, tokens_per_page), prefilling)

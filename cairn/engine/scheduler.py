@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
-from cairn.engine.budget import Load, StepTimes
+from cairn.engine.budget import StepTimes
 from cairn.engine.drafts import Drafter, DraftTotals, Guesses
 from cairn.engine.pace import Pace, learn
-from cairn.engine.planned_step import Limits, PlannedStep, decoded_border
+from cairn.engine.planned_step import Limits, PlannedStep, chunk, decoded_border
 from cairn.engine.promises import Promises
 from cairn.engine.queue import WaitingQueue
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
+from cairn.engine.run_ahead import began_right, go_back, tokens_ahead
 from cairn.engine.sharing import Computing
 from cairn.engine.trees import Trees
 from cairn.runner.step import RowWork, StepPlan
@@ -123,17 +124,12 @@ class Scheduler:
         that are being chosen then count as known, and rows go on from them.
         """
         draft = PlannedStep(self.limits.step_slots)
-        phases = self._phases()
-        guesses = None
+        phases, drafting = self._phases(), dict[Request, list[int]]()
         if self.drafter is not None:
-            budget = draft.budget // self._closing_slots
-            border = decoded_border(self.cache)
-            guesses = Guesses.by(self.drafter, phases.decoding, budget, border, self.pace)
-            if guesses:
-                phases = self._without(phases, guesses)
+            phases, drafting = self._draft(self.drafter, draft.budget // self._closing_slots)
         if phases.decoding.requests:
             self._schedule_decode(phases, draft)
-        for request, tokens in guesses.of.items() if guesses else ():
+        for request, tokens in drafting.items():
             self._schedule_drafts(request, tokens, draft)
         for request in phases.prefilling:
             # Making room for one may have taken the pages of another one that comes later.
@@ -154,9 +150,10 @@ class Scheduler:
         counts: Sequence[int] | None = None,
         guesses: Sequence[Sequence[int]] | None = None,
         others: Sequence[Sequence[int]] | None = None,
-    ) -> list[Request]:
+    ) -> Sequence[Request | None]:
         """Count what a step has run. Returns the requests of its tokens, in their order, not to be
-        changed; those that were finished while it ran are released here and take no token.
+        changed; those that were finished while it ran are released here and take no token. None:
+        the step went on from wrong guesses, nobody takes these tokens.
 
         Args:
             plan: the step's.
@@ -167,11 +164,19 @@ class Scheduler:
         decode = plan.decode
         for i in decode.full or ():
             self._commit(requests[i], int(decode.first[i]) + 1)
-        sampled = requests
+        sampled: Sequence[Request | None] = requests
         if plan.work:
             decoding = len(decode.row)
-            sampled = requests[:decoding]
+            sampled = list[Request | None](requests[:decoding])
             for request, work in zip(requests[decoding:], plan.work, strict=True):
+                last = request.verifying is work
+                if not began_right(request, work):
+                    self.drafts.add(work.drafted, 0)
+                    if last:
+                        go_back(request, self._counts)
+                        self._known_phases = None
+                    sampled.append(None)
+                    continue
                 computed = work.first + work.num_tokens
                 if work.drafts and counts is not None:
                     accepted = counts[len(sampled)] - 1
@@ -179,9 +184,9 @@ class Scheduler:
                     learn(request, work.drafts, accepted)
                     # The guesses that were right have run; what the others wrote is overwritten.
                     computed += accepted - work.drafts
+                if last:
+                    request.verifying, self._known_phases = None, None
                     self._counts.planned[request.row] = computed
-                if request.drafting:
-                    request.drafting, self._known_phases = False, None
                 self._counts.computed[request.row] = computed
                 # Right guesses are among the request's tokens when it has taken them.
                 self._commit(request, min(computed, len(request.tokens)))
@@ -198,17 +203,9 @@ class Scheduler:
                     self.finish(request)
         return sampled
 
-    def requests_of(self, plan: StepPlan) -> list[Request]:
-        """The requests of a plan in flight, in the order of its work."""
-        return self._in_flight[plan.step_id].requests
-
-    def constrained(self, plan: StepPlan) -> Mapping[int, Request]:
-        """Whose the constrained tokens of a plan in flight are, by their indices."""
-        return self._in_flight[plan.step_id].constrained
-
-    def load_of(self, plan: StepPlan) -> Load:
-        """What a plan in flight runs."""
-        return self._in_flight[plan.step_id].load
+    def in_flight(self, plan: StepPlan) -> PlannedStep:
+        """What a step in flight runs, and for whom."""
+        return self._in_flight[plan.step_id]
 
     def cancel(self, plan: StepPlan) -> list[Request]:
         """A step failed: what it wrote is lost, its requests end. Returns them."""
@@ -252,14 +249,30 @@ class Scheduler:
         if self.slots.landmarks and draft.decode.full:
             draft.budget -= len(draft.decode.full)
 
-    def _without(self, phases: Phases, drafted: Container[Request]) -> Phases:
-        """The phases of a step in which these rows do not run their last token alone."""
-        self._known_phases = None
-        stay = [request for request in phases.decoding.requests if request not in drafted]
-        rows = Lockstep(stay, self._counts, self.slots.tokens_per_page)
-        return Phases(rows, phases.prefilling)
+    def _draft(self, drafter: Drafter, budget: int) -> tuple[Phases, dict[Request, list[int]]]:
+        """Which rows run given tokens, the last one and guesses, of the step's `budget` of tokens;
+        and the phases of the others."""
+        verifying = [r for r in self.running if r.verifying is not None and not r.doomed]
+        for request in verifying:
+            if not began_right(request):
+                go_back(request, self._counts)
+                self._known_phases = None
+        phases, border = self._phases(), decoded_border(self.cache)
+        rows = phases.decoding.requests
+        guesses = Guesses.by(drafter, phases.decoding, budget, border, self.pace)
+        ahead = {}
+        # Of branches another one may be right, and a state advances by what is verified.
+        if not (drafter.ahead or self.trees is not None or self.cache.states is not None):
+            verifying = [r for r in verifying if r.verifying is not None]
+            ahead = tokens_ahead(drafter, verifying, budget - len(rows), self.pace)
+        if guesses or ahead:
+            self._known_phases = None
+            stay = [request for request in rows if request not in guesses]
+            alone = Lockstep(stay, self._counts, self.slots.tokens_per_page)
+            phases = Phases(alone, phases.prefilling)
+        return phases, guesses.of | ahead
 
-    def _schedule_drafts(self, request: Request, guesses: list[int], draft: PlannedStep) -> None:
+    def _schedule_drafts(self, request: Request, tokens: list[int], draft: PlannedStep) -> None:
         """Put a row's last token and its guesses into the draft, as many as there is room for."""
         # Making room for one may have taken the pages of another one that comes later.
         if request.state is not State.RUNNING:
@@ -269,8 +282,10 @@ class Scheduler:
         fitting = self.slots.tokens_per_page * self.cache.available + int(
             self._counts.capacity[request.row]
         )
-        guesses = guesses[: max(0, fitting - first - 1)]
-        end = first + 1 + len(guesses)
+        tokens = tokens[: max(1, fitting - first)]
+        guesses, end = tokens[1:], first + len(tokens)
+        if request.verifying is not None and not self._grow(request, self.slots.pages_for(end)):
+            return
         if not self._make_room(request, end, draft):
             return
         branches = self.trees.branches(request, guesses, draft.budget) if self.trees else []
@@ -279,14 +294,14 @@ class Scheduler:
         ahead = self._look_ahead(request, end)
         draft.announce(request, self.cache)
         draft.constrain(request)
-        work = RowWork(request.row, first, [request.tokens[first], *guesses], True)
-        work = work._replace(output_index=request.num_output, drafts=len(guesses))
-        draft.work.append(work._replace(ahead=ahead, branches=branches))
+        work = RowWork(request.row, first, tokens, True, request.num_output, drafts=len(guesses))
+        work = work._replace(ahead=ahead, branches=branches)
+        draft.work.append(work)
         draft.count(request, end, self.slots)
         if not guesses:
             draft.keep_state(request, end, self.cache)
         self._counts.planned[request.row] = end
-        request.drafting = True
+        request.verifying, request.stale = work, False
 
     def _look_ahead(self, request: Request, end: int) -> int:
         """Guesses that a draft layer should make behind a request's first `end` tokens: as many as
@@ -311,28 +326,12 @@ class Scheduler:
         return left_out
 
     def _schedule_prefill(self, request: Request, draft: PlannedStep) -> None:
-        room = self._room(request.planned, draft)
+        room = draft.room(request.planned, self.limits, self.times, self.slots)
         if room == 0:
             return
-        count = self._chunk(request, room)
+        count = chunk(request, room, self.cache)
         if self._make_room(request, request.planned + count, draft):
             self._append(request, draft, count)
-
-    def _room(self, first: int, draft: PlannedStep) -> int:
-        """See `PlannedStep.room`."""
-        return draft.room(first, self.limits, self.times, self.slots)
-
-    def _chunk(self, request: Request, budget: int) -> int:
-        """User tokens that fill at most `budget` slots, at least one; no more than up to the next
-        page border that should have a snapshot."""
-        count = max(1, min(request.pending, self.slots.fitting(request.planned, budget)))
-        if self.cache.states is None or request.lease is None:
-            return count
-        for pages in self.cache.snapshot_borders(request.lease, len(request.tokens)):
-            border = pages * self.slots.tokens_per_page - request.planned
-            if border > 0:
-                return min(count, border)
-        return count
 
     def _make_room(self, request: Request, num_tokens: int, draft: PlannedStep) -> bool:
         """Grow the lease to hold `num_tokens`, taking pages from the last in order if need be."""
@@ -400,7 +399,9 @@ class Scheduler:
         """Take waiting requests in while rows, budget and pages last."""
         held = []
         self._promises.forget()
-        while self.waiting and self._free_rows and self._room(0, draft) > 0:
+        while self.waiting and self._free_rows:
+            if draft.room(0, self.limits, self.times, self.slots) == 0:
+                break
             request = self.waiting.first
             if request.state is State.FINISHED:
                 self.waiting.pop()
@@ -495,4 +496,5 @@ class Scheduler:
         if request.opened:
             self._closed.append(request.row)
         request.row, request.counts = -1, None
-        request.decoding = request.drafting = False
+        request.decoding = request.stale = False
+        request.verifying = None

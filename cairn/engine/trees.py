@@ -38,13 +38,10 @@ class Trees:
         """Other guesses of a row, for which the step has `budget` tokens left. None where the
         guesses would end their page: a tree never crosses a border; or where more is asked of the
         row than tokens."""
-        slot, params = int(self.slots.slot_of(request.planned)), request.params
-        size = self.slots.page_size
+        slot, size = int(self.slots.slot_of(request.planned)), self.slots.page_size
         room = size - 2 - self.slots.landmarks - slot % size
         fewer = self.max_pages - 1 - slot // size
-        asked = params.penalized or params.selection or params.logprobs is not None
-        asked = asked or request.grammar is not None or request.media is not None
-        if asked or not 0 < len(guesses) <= room:
+        if request.asks_more or not 0 < len(guesses) <= room:
             return []
         count = min(self.width - 1, fewer, budget // (1 + len(guesses)))
         return self.brancher.others(request, guesses, count) if count > 0 else []

@@ -19,6 +19,7 @@ class _FakeRow:
     pages: dict[int, int] = field(default_factory=dict)
     window: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
+    end: int = 0
 
 
 class FakeExecutor:
@@ -72,7 +73,9 @@ class FakeExecutor:
             row = self._rows[work.row]
             chosen = self._choose(row.request_id, work)
             wrong = work.drafts + 1 - len(chosen) if work.sample else 0
-            row.tokens = work.first + work.num_tokens - wrong
+            row.end = work.first + work.num_tokens
+            if not self._runs_ahead(row, work):
+                row.tokens = row.end - wrong
             tokens += chosen
             counts += [len(chosen)] if work.sample else []
         for number, snapshot in plan.kept:
@@ -126,7 +129,10 @@ class FakeExecutor:
             if row is None:
                 raise InvariantError(f"step {step_id}: row {work.row} runs but is not open")
             shared = row.tokens == 0 and not self.stateful
-            self._require(work.first == row.tokens or shared, f"row {work.row} skips tokens")
+            ahead = work.first == row.end
+            self._require(
+                work.first == row.tokens or shared or ahead, f"row {work.row} skips tokens"
+            )
             self._check_pages(row.pages, work, writers, None)
             if self.reach is not None:
                 self._check_pages(row.window, work, window_writers, self.reach)
@@ -145,6 +151,13 @@ class FakeExecutor:
             if i < len(guesses) and found[-1] != guesses[i]:
                 break
         return found
+
+    def _runs_ahead(self, row: _FakeRow, work: RowWork) -> bool:
+        """Whether a work goes on from guesses that were wrong: nothing of it counts."""
+        if work.output_index == 0 or work.tokens is None:
+            return False
+        last = self.next_token(row.request_id, work.output_index - 1)
+        return work.first > row.tokens or (work.drafts > 0 and work.tokens[0] != last)
 
     def _first_page(self, work: RowWork) -> int:
         """The logical page of the first slot that the work runs."""

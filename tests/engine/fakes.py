@@ -64,7 +64,8 @@ def fake_core(
 
 
 class FakeDrafter:
-    """Guesses each next token, rightly with some probability.
+    """Guesses each next token, rightly with some probability; the same ones however many are asked
+    for behind the same text.
 
     Args:
         seed: of what it guesses.
@@ -75,7 +76,7 @@ class FakeDrafter:
     ahead = 0
 
     def __init__(self, seed: int, right: float, most: int = 4) -> None:
-        self.rng = random.Random(seed)
+        self.rng, self.seed = random.Random(seed), seed
         self.right, self.drafts = right, most
         self.texts: list[tuple[list[int], list[int]]] = []
 
@@ -88,10 +89,15 @@ class FakeDrafter:
         for prompt, output in self.texts:
             done = len(tokens) - len(prompt)
             if done >= 0 and tokens == prompt + output[:done]:
-                count = self.rng.randint(0, min(most, self.drafts))
+                count = self.rng.randint(0, most)
                 truth = (output[done:] + [0] * count)[:count]
-                return [t if self.rng.random() < self.right else t ^ 1 for t in truth]
+                return [self.one(len(tokens), i, token) for i, token in enumerate(truth)]
         return []
+
+    def one(self, behind: int, place: int, token: int) -> int:
+        """The guess in some place behind so many tokens."""
+        drawn = random.Random(f"{self.seed}/{behind}/{place}").random()
+        return token if drawn < self.right else token ^ 1
 
 
 def all_pages_back(core: EngineCore) -> bool:

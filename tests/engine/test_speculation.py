@@ -115,8 +115,9 @@ def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, 
                 assert_told_alike(found, output)
     totals = built.core.scheduler.drafts
     assert totals.drafted > 20
-    # What would follow the end of an output is not known.
-    low, high = {"right": (0.8, 1), "random": (0.2, 0.8), "wrong": (0, 0)}[kind]
+    # What would follow the end of an output is not known; steps that ran ahead of wrong guesses
+    # ran others in vain.
+    low, high = {"right": (0.8, 1), "random": (0.1, 0.8), "wrong": (0, 0)}[kind]
     assert low <= totals.accepted / totals.drafted <= high
     assert built.core.cache.prefix_hits or built.config.page_size == 64
 

@@ -1,0 +1,69 @@
+"""Steps that are planned before the guesses in front of them are verified.
+
+While a step verifies a row's guesses, the next step is planned as if all of them were right: it
+runs the token that should follow them, and the guesses behind it. So a GPU does not wait for the
+host while a row copies text. Once the first step's tokens are known, it is clear whether the second
+one began with the right token. If not, what it chose is dropped, and the row goes on from its true
+tokens. What the step wrote lies behind these: it is overwritten before anything reads it, as are
+wrong guesses of a single step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cairn.engine.drafts import Drafter
+from cairn.engine.pace import Pace, all_right
+from cairn.engine.request import Request, RowCounts
+from cairn.runner.step import RowWork
+
+LIKELY = 0.7
+"""Least estimated share of a row's steps in which all guesses are right. A right step saves the
+time that the host needs between two steps, about half a step; a wrong one costs about the other."""
+
+
+def began_right(request: Request, work: RowWork | None = None) -> bool:
+    """Whether the first token of a request's work, or of its latest one in flight, is the one that
+    the request has there."""
+    tokens, work = request.tokens, work or request.verifying
+    if work is None or work.tokens is None:
+        return True
+    return len(tokens) > work.first and tokens[work.first] == work.tokens[0]
+
+
+def go_back(request: Request, counts: RowCounts) -> None:
+    """The latest work of a request began behind wrong guesses: go on from the tokens it has."""
+    counts.planned[request.row] = len(request.tokens) - 1
+    request.verifying, request.stale = None, True
+
+
+def tokens_ahead(
+    drafter: Drafter, verifying: Sequence[Request], budget: int, pace: Pace | None
+) -> dict[Request, list[int]]:
+    """What rows run next if their guesses in flight are all right: one token, then guesses.
+
+    Args:
+        drafter: gives guesses that do not depend on how many are asked for.
+        verifying: requests whose guesses are in flight.
+        budget: tokens that the step may run.
+        pace: None: guesses need not be likely.
+    Returns:
+        By request; nothing unless every request has some: the others would need a step of their
+        own, between two of these.
+    """
+    found = {}
+    for request in verifying:
+        work = request.verifying
+        assert work is not None
+        left = request.num_prompt + request.max_output - request.planned - 2
+        most = min(budget // len(verifying) - 1, left, drafter.drafts)
+        likely = pace is None or all_right(request, drafter.drafts) >= LIKELY
+        if most < 1 or not likely or request.asks_more:
+            return {}
+        in_flight = list(work.guesses)
+        guesses = list(drafter.guess(request, len(in_flight) + 1 + most))
+        following = guesses[len(in_flight) :]
+        if guesses[: len(in_flight)] != in_flight or len(following) < 2:
+            return {}
+        found[request] = following
+    return found
