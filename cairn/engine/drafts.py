@@ -7,10 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cairn.engine.budget import Load
 from cairn.engine.pace import Pace
 from cairn.engine.request import Lockstep, Request
+
+Ints = NDArray[np.int64]
+
+BLOCK, GROWTH = 1024, 16
+"""Prompt lookup searches so many of a text's last tokens first, and then, as long as it has not
+found the longest match, as many times more."""
 
 
 class Drafter(Protocol):
@@ -61,31 +68,39 @@ class NgramDrafter:
     def find_all(self, tokens: Sequence[int], most: int, count: int) -> list[list[int]]:
         """Up to `count` guesses, no two with the same first token, the best first."""
         known = np.asarray(tokens, dtype=np.int32)
-        end = len(known)
-        if end <= self.shortest:
+        if len(known) <= self.shortest:
             return []
-        # Where earlier occurrences end; those of more tokens are among those of fewer.
-        ends = np.flatnonzero(known[:-1] == known[-1])
-        matches = []
-        for length in range(1, min(self.longest, end - 1) + 1):
-            if length > 1:
-                ends = ends[ends >= length - 1]
-                ends = ends[known[ends - length + 1] == known[end - length]]
-            if not len(ends):
-                break
-            if length >= self.shortest:
-                matches.append(ends)
-        found: dict[int, list[int]] = {}
-        for ends in matches[::-1]:
-            # Where each next token came last; as many as are missing at most.
-            _, newest = np.unique(known[ends[::-1] + 1], return_index=True)
-            for place in np.sort(newest)[: count + len(found)].tolist():
-                last = int(ends[::-1][place])
-                guess = np.resize(known[last + 1 : last + 1 + most], most).tolist()
-                found.setdefault(int(known[last + 1]), guess)
-            if len(found) >= count:
-                break
-        return list(found.values())[:count]
+        matches = self._matches(known, count)
+        if not matches:
+            return []
+        ends, lengths = (np.concatenate(parts) for parts in zip(*matches, strict=True))
+        order = np.argsort(-lengths, kind="stable")
+        # Of each token that follows, the first in this order.
+        _, first = np.unique(known[ends[order] + 1], return_index=True)
+        behind = ends[order[np.sort(first)[:count]]] + 1
+        return [np.resize(known[begin : begin + most], most).tolist() for begin in behind.tolist()]
+
+    def _matches(self, known: NDArray[np.int32], count: int) -> list[tuple[Ints, Ints]]:
+        """Where earlier occurrences of the last tokens end, the newest first, and how many of these
+        tokens they share; older ones are left out where they cannot be among the best `count`."""
+        matches, behind, block = [], len(known) - 1, BLOCK
+        full = min(self.longest, behind)
+        backs = np.arange(self.shortest, full)
+        while behind > 0:
+            begin = max(0, behind - block)
+            ends = begin + np.flatnonzero(known[begin:behind] == known[-1])[::-1]
+            for back in range(1, self.shortest):
+                ends = ends[ends >= back]
+                ends = ends[known[ends - back] == known[-1 - back]]
+            if len(ends):
+                at = ends[:, None] - backs
+                same = (known[at] == known[-1 - backs]) & (at >= 0)
+                shared = self.shortest + np.logical_and.accumulate(same, axis=1).sum(axis=1)
+                matches.append((ends, shared))
+                if len(set(known[ends[shared == full] + 1].tolist())) >= count:
+                    break
+            behind, block = begin, GROWTH * block
+        return matches
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Steps planned before the guesses in front of them are verified, with an executor that checks every plan."""
+"""Steps planned before the guesses in front of them are verified; the executor checks each plan."""
 
 from __future__ import annotations
 
