@@ -205,9 +205,8 @@ class EngineCore:
         """Run one step; returns the continuations that got a token or ended, not to be changed.
 
         With overlap it launches one step and takes the one before in: the first call gives nothing
-        yet. Where the next step depends on what the one before chose, because rows run guesses, it
-        is launched as soon as that is known. An exception of the executor ends the requests of its
-        step with the reason "error", gives their pages back and is raised again.
+        yet. A step that depends on which guesses were right is launched once that is known. If the
+        executor raises, its step's requests end with the reason "error" and give their pages back.
         """
         changed = self._join_prepared()
         flight = self._flight
@@ -374,8 +373,7 @@ class EngineCore:
         changed, begin = [], 0
         for number, request in enumerate(sampled):
             end = begin + (1 if result.counts is None else result.counts[number])
-            if request is None:
-                self.stats.generated_tokens -= end - begin
+            self.stats.generated_tokens -= (end - begin) * (request is None)
             continuation = self._of(request)
             if continuation is not None:
                 changed.append(continuation)
