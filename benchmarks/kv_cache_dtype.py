@@ -1,6 +1,6 @@
 """What pages in 8 bits cost: logits of the golden models, and facts found in long documents.
 
-    python benchmarks/kv_cache_dtype.py [--device cuda] [--dtypes bfloat16] [--cases tiny-hils-2m]
+    python benchmarks/kv_cache_dtype.py [--device cuda] [--dtypes bfloat16] [--cases cairn-7m]
         [--contexts 4096,32768] [--output FILE]
 
 Run it in the repository's root: the golden models lie under tests/data.
@@ -24,7 +24,7 @@ from cairn.config import default_model_path
 from cairn.demo.document import build_document, make_facts
 
 DATA = Path("tests/data")
-TRAINED = {name: DATA / "models" / name for name in ("tiny-hils-2m",)}
+TRAINED = "cairn-7m"
 SEEDS = (1, 2, 3)
 FACTS_OF_A_KIND = 4
 
@@ -38,11 +38,9 @@ def goldens(cases: list[str]) -> Iterator[tuple[str, Path, list[int], torch.Tens
         longest = max(int(n.split(".")[0][1:]) for n in vectors if n.endswith("input_ids"))
         prompt = vectors[f"n{longest}.input_ids"].tolist()
         yield folder.name, folder, prompt, vectors[f"n{longest}.prefill_logits"]
-    for name, folder in TRAINED.items():
-        if cases and name not in cases:
-            continue
-        golden = load_file(DATA / "models" / name / "golden.safetensors")
-        yield name, folder, golden["input_ids"].tolist(), golden["logits_tail"]
+    if not cases or TRAINED in cases:
+        golden = load_file(DATA / "goldens" / TRAINED / "vectors.safetensors")
+        yield TRAINED, default_model_path(), golden["input_ids"].tolist(), golden["logits_tail"]
 
 
 def logprobs(llm: LLM, prompt: list[int], rows: int) -> np.ndarray:
@@ -64,7 +62,7 @@ def golden_records(options: dict[str, str], cases: list[str]) -> Iterator[dict[s
         yield {
             "measured": "logits",
             "case": name,
-            "weights": "trained" if name in TRAINED else "random",
+            "weights": "trained" if name == TRAINED else "random",
             "tokens": len(prompt),
             "rows": rows - 1,
             "kl_mean": round(float((np.exp(want) * (want - got)).sum(-1).mean()), 6),

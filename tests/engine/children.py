@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 
-from cairn.config import EngineOptions
+from cairn.config import EngineOptions, default_model_path
 from cairn.engine.client import EngineClient
 from cairn.engine.messages import Delta, Position
 from cairn.engine.submission import Submission
 
-MODEL = Path(__file__).parent.parent / "data" / "models" / "tiny-hils-2m"
+MODEL = default_model_path()
 OPTIONS = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB", "max_num_seqs": 16}
 PATIENCE = 60.0
 """Seconds that anything may take on a busy machine."""

@@ -5,19 +5,22 @@ import torch
 
 from cairn import LLM, SamplingParams
 from cairn.cache.invariants import check
+from cairn.config import default_model_path
 from cairn.errors import BadRequest, TooLong
 from cairn.eval.logits import read_tail, tail_logits
 from cairn.eval.ppl import tail_nats
-from tests.llm.conftest import DATA
 
 TEXT = "def path(name):\n    return name\n" * 12
 
 
 @pytest.fixture(scope="module")
 def llm():
-    folder = DATA / "models" / "tiny-hils-2m"
     llm = LLM(
-        folder, dtype="float32", device="cpu", kv_cache_memory="4MiB", chunked_prefill_size=100
+        default_model_path(),
+        dtype="float32",
+        device="cpu",
+        kv_cache_memory="4MiB",
+        chunked_prefill_size=100,
     )
     yield llm
     llm.shutdown()

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from cairn import LLM, SamplingParams
+from cairn.config import default_model_path
 from cairn.errors import BadRequest, CairnError
 from cairn.eval import parity
 from cairn.eval.parity import ParityPlan, compare
@@ -12,7 +13,7 @@ from tests.bench.fake_api import FakeApi
 from tests.llm.conftest import DATA
 
 OPTIONS = {"kv_cache_memory": "16MiB", "device": "cpu", "dtype": "float32"}
-MODEL = DATA / "models" / "tiny-hils-2m"
+MODEL = default_model_path()
 PLAN = ParityPlan(MODEL, OPTIONS, length=300, last=40, samples=1)
 
 
@@ -43,7 +44,7 @@ def test_chunks_change_nothing_and_the_window_does():
 
 
 def test_the_golden_logits():
-    found = parity.against_file(PLAN, MODEL / "golden.safetensors")
+    found = parity.against_file(PLAN, DATA / "goldens" / "cairn-7m" / "vectors.safetensors")
     assert found["rows"] == 160 and found["length"] == 2016
     assert found["top1_agreement"] == 1.0
     assert 0 <= found["kl_max"] < 1e-6

@@ -2,13 +2,13 @@ import math
 
 import pytest
 
+from cairn.config import default_model_path
 from cairn.errors import BadRequest
 from cairn.eval.corpus import stretches
 from cairn.eval.ppl import Loss, PplPlan, run_ppl, summary
-from tests.llm.conftest import DATA
 
 OPTIONS = {"kv_cache_memory": "4MiB", "device": "cpu", "dtype": "float32"}
-MODEL = DATA / "models" / "tiny-hils-2m"
+MODEL = default_model_path()
 
 
 class Bytes:

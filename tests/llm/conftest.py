@@ -8,6 +8,7 @@ import pytest
 
 from cairn import LLM
 from cairn.cache.invariants import check
+from cairn.config import default_model_path
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -15,7 +16,7 @@ DATA = Path(__file__).parent.parent / "data"
 @pytest.fixture(scope="session")
 def text_folder() -> Path:
     """A byte-level model with a tokenizer: token id = byte."""
-    return DATA / "models" / "tiny-hils-2m"
+    return default_model_path()
 
 
 @pytest.fixture(scope="session")
