@@ -159,12 +159,17 @@ def _serve(
         began = now
 
     options = placed(launch)
+    # What is imported stays: collections among it would take a tenth of the start.
+    gc.disable()
     from cairn.distributed.rendezvous import group_of_engines
     from cairn.engine.build import build, ranks_of
     from cairn.engine.faults import FaultyExecutor, faults_of
     from cairn.engine.loop import EngineLoop
     from cairn.engine.rounds import Engines
     from cairn.engine.warmup import warm_up
+
+    gc.freeze()
+    gc.enable()
 
     def rank_ended(error: EngineDead) -> None:
         # In a collective with it the main thread may wait for ever.
