@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from cairn.ops import cpu
+from cairn.ops.attention import loops
 from cairn.ops.cpu import amx, avx512
 
 SCRIPT = """
@@ -50,3 +51,9 @@ def test_requests_find_all_loops_ready(dtype):
     for name, count in before.items():
         assert count or any(part in name and not able for part, able in only.items()), name
     assert after == before
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
+def test_a_loop_for_other_loops_refuses_a_call_from_python():
+    with pytest.raises(TypeError, match="add_values is called by other loops"):
+        loops.add_values(1, 2)

@@ -83,7 +83,7 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
         "no_cfunc_wrapper": True,
     }
     if not threads:
-        return _module.njit(function, **options, no_cpython_wrapper=True)
+        return _InnerLoop(_module.njit(function, **options, no_cpython_wrapper=True))
     compiled = _module.njit(function, **options, nogil=True, parallel=PARALLEL)
     # Without a writable cache folder, each process compiles for itself.
     with contextlib.suppress(RuntimeError, AttributeError):
@@ -92,6 +92,20 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
         # of other files, so stamp it with all sources.
         compiled._cache._cache_file._source_stamp = _sources()
     return compiled
+
+
+class _InnerLoop:
+    """A function that other loops call. It has no wrapper for Python, without which Numba would
+    crash the process."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+        # By its type Numba knows a function that a loop calls.
+        self._numba_type_ = _types.Dispatcher(compiled)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self.compiled.__name__
+        raise TypeError(f"{name} is called by other loops: decorate it with @jit(threads=True)")
 
 
 def mark_of(loop: Any, kind: str) -> Path | None:
