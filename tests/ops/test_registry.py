@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -414,20 +415,19 @@ def test_paged_caches_hold_nan_where_nobody_wrote() -> None:
     assert not flat[location].isnan().any()
 
 
-def test_eager_call_costs_less_than_five_microseconds() -> None:
+def test_an_eager_call_costs_little_more_than_to_bind_its_arguments() -> None:
+    """At most 1.5 times `Signature.bind`, measured in turns: other processes slow down both."""
+
     def toy_identity(input: Tensor) -> Tensor:
         """Nothing; only timed, never compiled."""
         return input
 
-    made = op(toy_identity)
-    x, calls, best = torch.ones(1), 2000, float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(calls):
-            made(x)
-        best = min(best, time.perf_counter() - start)
+    made, bind, x = op(toy_identity), inspect.signature(toy_identity).bind, torch.ones(1)
+    calls = (lambda: made(x)), (lambda: bind(x))
+    turns = [[timeit.timeit(call, number=500) for call in calls] for _ in range(40)]
     made.unregister()
-    assert best / calls < 5e-6
+    own, bound = map(min, zip(*turns, strict=True))
+    assert own < 1.5 * bound
 
 
 def test_comparison_tells_infinities_apart() -> None:
