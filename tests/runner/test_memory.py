@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,7 +13,10 @@ from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools, PoolSizes
 from cairn.engine.build import page_format
 from cairn.errors import OutOfMemory
-from cairn.runner.memory import PAGES, Steps, decode_step, prefill_step
+from cairn.ops import gpu as gpu_ops
+from cairn.ops.notes import note_of
+from cairn.runner import memory
+from cairn.runner.memory import PAGES, Measured, Steps, decode_step, prefill_step
 from cairn.runner.runner import Runner, RunnerShape
 from tests.engine.harness import GOLDENS, engine
 
@@ -125,6 +130,37 @@ def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, options, ran):
     seen.clear()
     runner.launch(plan).result()
     assert seen == list(range(len(blocks)))
+
+
+def test_what_was_measured_is_noted(tmp_path, monkeypatch):
+    """The next engine measures nothing, but counts what will stay in use."""
+    note, free = tmp_path / "note.json", [100, 93, 93, 80]
+    subjects: list[object] = []
+    monkeypatch.setattr(memory, "note_of", lambda subject, device: subjects.append(subject) or note)
+    monkeypatch.setattr(memory, "_free", lambda device: free.pop(0))
+    monkeypatch.setattr(memory, "measure", lambda *given: Measured(5, 6))
+    spec = SimpleNamespace(mixers=())
+    given = (None, spec, "shape", "steps", "form", "device")
+    assert memory.measured(*given) == Measured(5, 6, 0)
+    assert len(free) == 2
+    assert memory.measured(*given) == Measured(5, 6, 7)
+    assert len(free) == 2
+    assert subjects == [(spec, "shape", "steps", "form")] * 2
+    note.write_text("{")
+    assert memory.measured(*given) == Measured(5, 6, 0)
+    assert memory.measured(*given).kept == 13
+
+
+def test_a_note_is_of_its_subject_sources_and_device(tmp_path, monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(gpu_ops, "cache_folder", lambda: tmp_path)
+    first = note_of(("a", 1), cpu)
+    assert first is not None and first.parent == tmp_path
+    assert note_of(("a", 1), cpu) == first != note_of(("a", 2), cpu)
+    monkeypatch.setattr(gpu_ops, "version", lambda: "another")
+    assert note_of(("a", 1), cpu) != first
+    monkeypatch.setattr(gpu_ops, "cache_folder", lambda: None)
+    assert note_of(("a", 1), cpu) is None
 
 
 @gpu
