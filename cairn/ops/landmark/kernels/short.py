@@ -53,12 +53,14 @@ def short_scores_kernel(
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
     while this_row < 2147483647:
         mine = alive & (own_row == this_row)
-        there = c < tl.max(tl.where(mine, candidates, 0), 0)
-        value = tile_scores(
-            query, page_table + this_row * table_stride, key, bias, c, there, head,
-            page_stride, head_stride, scale, 1.0, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
-        )  # fmt: skip
-        value = tl.where(shown, value, float("-inf"))
+        most = tl.max(tl.where(mine, candidates, 0), 0)
+        value = tl.full(shown.shape, float("-inf"), tl.float32)
+        if most > 0:
+            found = tile_scores(
+                query, page_table + this_row * table_stride, key, bias, c, c < most, head,
+                page_stride, head_stride, scale, 1.0, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
+            )  # fmt: skip
+            value = tl.where(shown, found, float("-inf"))
         written = mine[:, None] & (c < topk)[None, :]
         line = (token * HEADS + head) * topk
         tl.store(scores + line[:, None] + c[None, :], value, mask=written)
@@ -126,13 +128,16 @@ def short_kernel(
             None, None, kv, 0, 0, 0, DIM, SIZE, DP, KEYS, True, PRECISION, 0,
         )  # fmt: skip
         acc, value = finish(best, summed, acc)
-        score = load_scores(scores, place, topk, mine, K)
-        base, total, own = layer_totals(score, value, SOFTMAX1)
         most = tl.max(tl.where(mine, first, 0), 0) // SIZE
-        acc = add_pages(
-            acc * (own / total)[:, None], query, k_head, v_head, table, scores + place * topk,
-            base, total, most, mine, factor, page_stride, DIM, SIZE, DP, PAGE, PRECISION,
-        )  # fmt: skip
+        if most > 0:
+            score = load_scores(scores, place, topk, mine, K)
+            base, total, own = layer_totals(score, value, SOFTMAX1)
+            acc = add_pages(
+                acc * (own / total)[:, None], query, k_head, v_head, table, scores + place * topk,
+                base, total, most, mine, factor, page_stride, DIM, SIZE, DP, PAGE, PRECISION,
+            )  # fmt: skip
+        elif SOFTMAX1:
+            acc *= tl.sigmoid(value)[:, None]
         store_rows(o + place * DIM, acc, mine, DIM, DP)
         tl.store(lse + place, value, mask=mine)
         this_row = tl.min(tl.where(alive & (own_row > this_row), own_row, 2147483647), 0)
