@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class FastSums(Protocol):
+    """Sums over the ranks of one host without its process group, see `cairn.ops.PeerSums`."""
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `sum` takes it."""
+
+    def sum(self, x: Tensor, out: Tensor, add: bool = False) -> None:
+        """out = the sum of the ranks' x, or out += it."""
+
+    def takes_parts(self, residual: Tensor) -> bool:
+        """Whether `add_parts` takes it."""
+
+    def add_parts(self, residual: Tensor, rows: Callable[[int, int], Tensor]) -> None:
+        """residual += the sum of the ranks' rows begin .. end - 1, part by part."""
 
 
 class Group:
@@ -16,6 +33,9 @@ class Group:
         size: how many there are.
         ranks: a process group of torch.distributed; None where `size` is 1.
         here: number of the rank among those of its host, and how many these are; None: all are.
+
+    Attributes:
+        fast: sums on GPUs of one host; None: the process group makes them.
     """
 
     def __init__(
@@ -27,6 +47,7 @@ class Group:
     ) -> None:
         self.rank, self.size, self._ranks = rank, size, ranks
         self.local, self.size_here = here or (rank, size)
+        self.fast: FastSums | None = None
 
     @property
     def alone(self) -> bool:
@@ -43,6 +64,10 @@ class Group:
             return x
         if x.is_cuda:
             x = x.contiguous()
+            if self.fast is not None and self.fast.takes(x):
+                out = torch.empty_like(x)
+                self.fast.sum(x, out)
+                return out
             self._ranks.allreduce([x]).wait()
             return x
         first, *others = self.gathered(x).unbind()
@@ -51,13 +76,29 @@ class Group:
             total = total + other.float()
         return total.to(x.dtype)
 
+    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> None:
+        """residual [T, H] += the sum of the ranks' product(x), in place.
+
+        Args:
+            residual: contiguous.
+            x: [T, K].
+            product: gives [n, H] of some rows of x, each by itself.
+        """
+        fast = self.fast if residual.is_contiguous() else None
+        if fast is not None and fast.takes(residual):
+            fast.sum(product(x).contiguous(), residual, add=True)
+        elif fast is not None and len(x) and fast.takes_parts(residual):
+            fast.add_parts(residual, lambda begin, end: product(x[begin:end]).contiguous())
+        else:
+            residual += self.sum(product(x))
+
     def gathered(self, x: Tensor) -> Tensor:
         """The ranks' x, one shape [..] and dtype, stacked: [ranks, ..]."""
         if self.alone:
             return x.unsqueeze(0)
         every = x.new_empty(self.size, *x.shape)
         if x.numel():
-            self._ranks.allgather([list(every.unbind())], [x.contiguous()]).wait()
+            self._ranks._allgather_base(every.view(-1), x.reshape(-1)).wait()
         return every
 
     def of_first(self, x: Tensor) -> Tensor:

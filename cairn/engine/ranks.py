@@ -23,9 +23,10 @@ import torch
 
 from cairn.config import EngineOptions
 from cairn.distributed.groups import Group
-from cairn.distributed.rendezvous import LOOPBACK, START, group_of, hold_store
+from cairn.distributed.rendezvous import LOOPBACK, START, dist, group_of, hold_store
 from cairn.engine.nodes import Link, Meeting
 from cairn.errors import BadConfig, EngineDead
+from cairn.ops.allreduce.peers import PeerSums
 from cairn.runner.orders import FRAME, OrderWriter
 from cairn.specs.nodes import Nodes
 
@@ -55,7 +56,14 @@ class Seat(msgspec.Struct, frozen=True):
     def group(self, store: Any, device: torch.device) -> Group:
         """The group of all ranks; see `group_of`."""
         here = self.local, self.here
-        return group_of(store, self.rank, self.ranks, device, self.address, here)
+        group = group_of(store, self.rank, self.ranks, device, self.address, here)
+        if device.type == "cuda" and self.here == self.ranks:
+            shared = dist.PrefixStore("sums", store)
+            fast = PeerSums.of(shared, self.rank, self.ranks, device)
+            # Those of all ranks, or none: a sum takes all.
+            if group.least(int(fast is not None), device):
+                group.fast = fast
+        return group
 
 
 class RankProcess:

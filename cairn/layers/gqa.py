@@ -63,7 +63,7 @@ class GqaAttention(nn.Module):
         self.spans = [(0, q), (q, q + kv)]
         self.v_first = self.q_width + self.kv_width
         self.eps = spec.qk_eps
-        self.by_head = False
+        self.by_head = self.divided = False
         self.fused = self._fuses(spec)
         self._head_weight: Tensor | None = None
 
@@ -90,15 +90,14 @@ class GqaAttention(nn.Module):
         norms = self._norms()
         if spec.output_gate or spec.qk_norm is None:
             return False
-        if any(isinstance(norm, DividedNorm) for norm in norms):
-            return False
         if self.rotary is not None:
             whole = self.rotary.dim == self.head_dim
             if not whole or self.rotary.spec.interleaved:
                 return False
         widths = [norm.weight.shape[0] if norm is not None else 0 for norm in norms]
         spans = [(b - a) * self.head_dim for a, b in self.spans]
-        self.by_head = all(width == self.head_dim for width in widths)
+        self.divided = any(isinstance(norm, DividedNorm) for norm in norms)
+        self.by_head = not self.divided and all(width == self.head_dim for width in widths)
         return self.by_head or widths == spans
 
     def weights(self, source: Source) -> list[Weight]:
@@ -139,17 +138,23 @@ class GqaAttention(nn.Module):
         if not self.fused:
             return self._project_apart(projected, added, cos_sin, angles)
         q_heads, kv_heads = (b - a for a, b in self.spans[:2])
-        weight, whole = self._head_weights(), not self.by_head
+        weight = self._head_weights()
+        norms = self.eps, not self.by_head, self._means(projected, added)
         target = layer.kv_target()
         if target is not None:
-            q, z = ops.heads_into_cache(
-                projected, added, weight, cos_sin, *target, q_heads, self.eps, whole
-            )
+            q, z = ops.heads_into_cache(projected, added, weight, cos_sin, *target, q_heads, *norms)
             return q, None, None, z if len(self.spans) > 2 else q
-        q, k, z = ops.split_norm_rope(
-            projected, added, weight, cos_sin, q_heads, kv_heads, self.eps, whole
-        )
+        q, k, z = ops.split_norm_rope(projected, added, weight, cos_sin, q_heads, kv_heads, *norms)
         return q, k, self._values(projected), z if len(self.spans) > 2 else q
+
+    def _means(self, projected: Tensor, added: Tensor | None) -> Tensor | None:
+        """Mean squares [T, spans] of the heads of all ranks; None: each rank norms its own."""
+        if not self.divided:
+            return None
+        q_heads, kv_heads = (b - a for a, b in self.spans[:2])
+        query, ranks = len(self.spans) > 2 and added is None, self.group.size
+        own = ops.head_squares(projected, added, q_heads, kv_heads, self.head_dim, query, ranks)
+        return self.group.sum(own)
 
     def _project_apart(
         self, projected: Tensor, added: Tensor | None, cos_sin: Tensor | None, angles: Angles

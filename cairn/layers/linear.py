@@ -89,7 +89,7 @@ class Linear(nn.Module):
         """
         if self.group.alone:
             return self.scheme.add_to(self, residual, x, norm)
-        residual += self(x)
+        self.group.add_product(residual, x, lambda rows: self.scheme.product(self, rows, None))
         return None
 
 

@@ -186,6 +186,7 @@ from cairn.ops.rotary.apply_rope_with_cos_sin_cache_inplace import (
 )
 from cairn.ops.rotary.fused_qk_norm_rope import fused_qk_norm_rope
 from cairn.ops.rotary.head_norm_rope import head_norm_rope
+from cairn.ops.rotary.head_squares import head_squares
 from cairn.ops.rotary.heads_into_cache import heads_into_cache
 from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
 from cairn.ops.rotary.rotated import rotary_embedding
@@ -371,6 +372,7 @@ __all__ = [
     "hadamard_transform_40n",
     "hash_topk",
     "head_norm_rope",
+    "head_squares",
     "heads_into_cache",
     "index_k_gather",
     "index_k_store",

@@ -11,6 +11,7 @@ from cairn.ops.rotary import launch
 from cairn.ops.rotary.apply_rope_with_cos_sin_cache_inplace import rotary_set_kv
 from cairn.ops.rotary.fused_qk_norm_rope import fused_qk_norm_rope
 from cairn.ops.rotary.head_norm_rope import head_norm_rope
+from cairn.ops.rotary.head_squares import head_squares
 from cairn.ops.rotary.heads_into_cache import heads_into_cache
 from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
@@ -114,6 +115,19 @@ def _(draw: Draw) -> Points:
             draw.args(x, weight, angles),
             moved(x, x, weight, angles),
             alternatives=draw.by_torch(head_norm_rope.reference),
+        )
+
+
+@head_squares.bench
+def _(draw: Draw) -> Points:
+    for layer, rows in draw.rows():
+        q, kv, dim = layer.heads, layer.kv_heads, layer.head_dim
+        projected = draw.randn(rows, 2 * (q + kv) * dim)
+        yield Point(
+            f"{layer.name}: {rows} x {2 * q + kv} x {dim}",
+            draw.args(projected, None, q, kv, dim, True),
+            moved(projected[:, : (2 * q + kv) * dim]) + 12 * rows,
+            alternatives=draw.by_torch(head_squares.reference),
         )
 
 

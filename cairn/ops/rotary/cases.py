@@ -7,6 +7,7 @@ import torch
 from cairn.ops.rotary.apply_rope_with_cos_sin_cache_inplace import rotary_set_kv
 from cairn.ops.rotary.fused_qk_norm_rope import fused_qk_norm_rope
 from cairn.ops.rotary.head_norm_rope import head_norm_rope
+from cairn.ops.rotary.head_squares import head_squares
 from cairn.ops.rotary.heads_into_cache import SPREAD_TOKENS, heads_into_cache
 from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
@@ -87,6 +88,8 @@ def _(make: Make) -> Cases:
         yield make.args(own, None, make.randn(10, 16, dtype=dtype), angles, *caches, location, 4)
         yield make.args(*low, *caches, location, 4, whole=True)
         yield make.args(*plain, *caches, location, 4, 1e-5, True)
+        yield make.args(*low, *caches, location, 4, 1e-5, True, make.rand(5, 3))
+        yield make.args(*plain, *caches, location, 4, 1e-5, True, make.rand(5, 2))
         one = [make.randn(3, 1, 4, 24, dtype=dtype) for _ in range(2)]
         weight = make.randn(6, 24, dtype=dtype)
         given = (make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24))
@@ -113,6 +116,17 @@ def _(make: Make) -> Cases:
     yield make.args(*given, *caches, places, 8, whole=True)
     empty = (make.randn(0, 128), None, make.randn(6, 16), make.randn(0, 16))
     yield make.args(*empty, *(make.randn(4, 2, 8, 16) for _ in range(2)), location[:0], 4)
+
+
+@head_squares.cases
+def _(make: Make) -> Cases:
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = make.randn(5, 8 * 24 + 7, dtype=dtype)
+        up = make.randn(5, 4 * 24, dtype=dtype)
+        yield make.args(wide, up, 4, 2, 24)
+        yield make.args(wide, None, 4, 2, 24)
+        yield make.args(wide, None, 3, 1, 24, True, 2)
+    yield make.args(make.randn(0, 128), None, 4, 2, 16)
 
 
 @rotary_cos_sin.cases
@@ -150,6 +164,8 @@ def _(make: Make) -> Cases:
         yield make.args(wide, None, make.randn(6, 16, dtype=dtype), angles, 4, 2, 1e-5)
         own = make.randn(5, (4 + 2 + 4 + 2) * 16, dtype=dtype)
         yield make.args(own, None, make.randn(10, 16, dtype=dtype), None, 4, 2)
+        weight = make.randn(10, 16, dtype=dtype)
+        yield make.args(own, None, weight, angles, 4, 2, 1e-5, True, make.rand(5, 3))
         weight = make.randn(6, 24, dtype=dtype)
         yield make.args(make.randn(3, 200, dtype=dtype), None, weight, make.randn(3, 24), 5, 1)
         yield make.args(wide, up, make.randn(10, 16, dtype=dtype), angles, 4, 2, whole=True)

@@ -17,6 +17,7 @@ from cairn.ops.registry import op
 from cairn.ops.rotary import loops
 from cairn.ops.rotary.kernels import heads_into_cache_kernel
 from cairn.ops.rotary.split_norm_rope import (
+    check_means,
     check_projection,
     programs_of,
     split_norm_rope,
@@ -40,6 +41,7 @@ def heads_into_cache(
     num_heads: int,
     eps: float = 1e-6,
     whole: bool = False,
+    means: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """split_norm_rope; its k, and v as it is, go where write_kv puts them.
 
@@ -47,7 +49,7 @@ def heads_into_cache(
 
     Args:
         projected: [T, W], rows may be strided.
-        added, weight, cos_sin, eps, whole: as in split_norm_rope.
+        added, weight, cos_sin, eps, whole, means: as in split_norm_rope.
         k_cache, v_cache, location: as in write_kv, changed.
         num_heads: h_q.
     Returns:
@@ -56,8 +58,9 @@ def heads_into_cache(
         BadArgument: for another shape, dtype, device or layout.
     """
     kv_heads, dim = k_cache.shape[1], weight.shape[1]
-    heads = num_heads, kv_heads
-    q, k, z = split_norm_rope.reference(projected, added, weight, cos_sin, *heads, eps, whole)
+    q, k, z = split_norm_rope.reference(
+        projected, added, weight, cos_sin, num_heads, kv_heads, eps, whole, means
+    )
     v = _values(projected, added, weight, num_heads, kv_heads)
     write_kv.reference(k, v.unflatten(-1, (kv_heads, dim)), k_cache, v_cache, location)
     return q, z
@@ -85,6 +88,7 @@ def _(call: Call) -> None:
         (call.num_heads, kv_heads),
         kv_heads,
     )
+    check_means(name, call.means, call.weight, call, kv_heads)
     if call.k_cache.dtype != call.projected.dtype and not is_quantized(call.k_cache):
         refuse(name, "k_cache", f"is {call.k_cache.dtype}, `projected` {call.projected.dtype}")
     if dim != call.weight.shape[1]:
@@ -132,7 +136,8 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
         for n in (call.num_heads, own)
     )
     most = HEADS_AT_ONCE if tokens <= SPREAD_TOKENS else max(16, NUMBERS_AT_ONCE // dim)
-    programs, at_once, warps = programs_of(call.weight, call.num_heads, kv_heads, most, call.whole)
+    whole = call.whole and call.means is None
+    programs, at_once, warps = programs_of(call.weight, call.num_heads, kv_heads, most, whole)
     pdl = gpu.supports_pdl(call.projected.device)
     if tokens:
         heads_into_cache_kernel[(tokens * (programs + 1),)](
@@ -140,6 +145,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
             added=call.projected if call.added is None else call.added,
             weight=call.weight,
             cos_sin=call.projected if call.cos_sin is None else call.cos_sin,
+            means=call.projected if call.means is None else call.means,
             q=q,
             z=z,
             k_cache=call.k_cache,
@@ -160,7 +166,8 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
             PROGRAMS=programs + 1,
             HEADS=at_once,
             KVP=gpu.next_power_of_2(kv_heads),
-            WHOLE=call.whole,
+            WHOLE=whole,
+            SPANS=0 if call.means is None else call.means.shape[1],
             ADDED=call.added is not None,
             ROTATED=call.cos_sin is not None,
             PDL=pdl,
@@ -172,9 +179,8 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
 
 def _dense(call: Call) -> bool:
     given = (call.projected, call.added, call.weight, call.cos_sin, call.k_cache, call.v_cache)
-    return call.projected.dtype == call.k_cache.dtype == call.v_cache.dtype and all(
-        x is None or x.is_contiguous() for x in given
-    )
+    one_dtype = call.projected.dtype == call.k_cache.dtype == call.v_cache.dtype
+    return one_dtype and call.means is None and all(x is None or x.is_contiguous() for x in given)
 
 
 def _in_lanes(projected: Tensor, dim: int, whole: bool) -> bool:
@@ -207,9 +213,8 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     """Two ops, each as it is fastest."""
     kv_heads = call.k_cache.shape[1]
     heads = call.num_heads, kv_heads
-    q, k, z = split_norm_rope(
-        call.projected, call.added, call.weight, call.cos_sin, *heads, call.eps, call.whole
-    )
+    norms = call.eps, call.whole, call.means
+    q, k, z = split_norm_rope(call.projected, call.added, call.weight, call.cos_sin, *heads, *norms)
     v = _values(call.projected, call.added, call.weight, call.num_heads, kv_heads).unflatten(
         -1, (kv_heads, -1)
     )

@@ -248,17 +248,13 @@ def heads_of(
 
 
 @triton.jit
-def normed_heads(
-    projected, added, weight, cos_sin, token, begin, end, row_stride, added_stride, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
-    ADDED: tl.constexpr, ROTATED: tl.constexpr,
+def projected_heads(
+    projected, added, token, head, inside, row_stride, added_stride,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
-    """The two halves [HEADS, HP] float32 of a token's heads begin .. end - 1, those of q, k and z
-    in a row: normed, each by itself or WHOLE, then rotated."""
-    head = begin + tl.arange(0, HEADS)
+    """The two halves [HEADS, HP] float32 of a token's heads of q, k and z."""
     pair = tl.arange(0, HP)
-    inside = (head < end)[:, None] & (pair < HALF)[None, :]
     of_z = head >= Q_HEADS + KV_HEADS
     # With `ADDED`, z starts as q's projection.
     source = tl.where(of_z, head - Q_HEADS - KV_HEADS, head) if ADDED else head
@@ -272,9 +268,56 @@ def normed_heads(
         first += tl.load(more, mask=summed, other=0.0).to(tl.float32)
         second += tl.load(more + HALF, mask=summed, other=0.0).to(tl.float32)
         first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
-    mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
-    if WHOLE:
-        mean = tl.where(head < end, tl.sum(mean, 0) / (end - begin), 0.0)
+    return first, second
+
+
+@triton.jit(early=())
+def head_squares_kernel(
+    projected, added, squares, row_stride, added_stride, ranks,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, SPANS: tl.constexpr, HEADS: tl.constexpr,
+    ADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """squares[token, span] = mean square of q's, k's or z's heads, divided by `ranks`. PDL: as in
+    `await_previous`."""
+    await_previous(PDL)
+    token, span = row_and_part(SPANS)
+    begin, end = heads_of(span, Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, True)
+    head = begin + tl.arange(0, HEADS)
+    inside = (head < end)[:, None] & (tl.arange(0, HP) < HALF)[None, :]
+    first, second = projected_heads(
+        projected, added, token, head, inside, row_stride, added_stride,
+        Q_HEADS, KV_HEADS, HALF, HP, ADDED,
+    )  # fmt: skip
+    by_head = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+    mean = tl.sum(by_head, 0) / ((end - begin) * (2 * HALF) * ranks)
+    tl.store(squares + token * SPANS + span, mean)
+
+
+@triton.jit
+def normed_heads(
+    projected, added, weight, cos_sin, means, token, begin, end, row_stride, added_stride, eps,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
+    SPANS: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """The two halves [HEADS, HP] float32 of a token's heads begin .. end - 1, those of q, k and z
+    in a row: normed, each by itself, WHOLE, or with SPANS > 0 by given means; then rotated."""
+    head = begin + tl.arange(0, HEADS)
+    pair = tl.arange(0, HP)
+    inside = (head < end)[:, None] & (pair < HALF)[None, :]
+    of_z = head >= Q_HEADS + KV_HEADS
+    first, second = projected_heads(
+        projected, added, token, head, inside, row_stride, added_stride,
+        Q_HEADS, KV_HEADS, HALF, HP, ADDED,
+    )  # fmt: skip
+    if SPANS > 0:
+        span = (head >= Q_HEADS).to(tl.int32) + of_z.to(tl.int32)
+        mean = tl.load(means + token * SPANS + span, mask=head < end, other=0.0)
+    else:
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+        if WHOLE:
+            mean = tl.where(head < end, tl.sum(mean, 0) / (end - begin), 0.0)
     scale = tl.rsqrt(mean + eps)
     of_weight = weight + head[:, None] * (2 * HALF) + pair[None, :]
     first *= scale[:, None] * tl.load(of_weight, mask=inside, other=0.0).to(tl.float32)
@@ -301,24 +344,26 @@ def store_halves(to, head, own, first, second, stride, HALF: tl.constexpr, HP: t
 
 @triton.jit(early=())
 def split_norm_rope_kernel(
-    projected, added, weight, cos_sin, q, k, z, row_stride, added_stride, eps,
+    projected, added, weight, cos_sin, means, q, k, z, row_stride, added_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, PROGRAMS: tl.constexpr, HEADS: tl.constexpr,
-    WHOLE: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+    WHOLE: tl.constexpr, SPANS: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Heads of one token, those of q, k and z in a row: each into its own tensor.
 
     Args:
         PROGRAMS: of a token.
         HEADS: of a program; WHOLE: it takes all of q, k or z, which are normed so.
+        SPANS: of the given means [T, SPANS]; 0: there are none.
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
     token, program = row_and_part(PROGRAMS)
     begin, end = heads_of(program, Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
     first, second = normed_heads(
-        projected, added, weight, cos_sin, token, begin, end, row_stride, added_stride, eps,
-        Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, ADDED, ROTATED,
+        projected, added, weight, cos_sin, means, token, begin, end, row_stride, added_stride, eps,
+        Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, SPANS, ADDED, ROTATED,
     )  # fmt: skip
     head = begin + tl.arange(0, HEADS)
     width: tl.constexpr = 2 * HALF
@@ -334,12 +379,12 @@ def split_norm_rope_kernel(
 
 @triton.jit(early=("location",))
 def heads_into_cache_kernel(
-    projected, added, weight, cos_sin, q, z, k_cache, v_cache, location,
+    projected, added, weight, cos_sin, means, q, z, k_cache, v_cache, location,
     row_stride, added_stride, page_stride, head_stride, eps,
     SIZE: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
     V_HEAD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, PROGRAMS: tl.constexpr,
-    HEADS: tl.constexpr, KVP: tl.constexpr, WHOLE: tl.constexpr, ADDED: tl.constexpr,
-    ROTATED: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, KVP: tl.constexpr, WHOLE: tl.constexpr, SPANS: tl.constexpr,
+    ADDED: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same with k in its place in the cache; the last program of a token copies v there.
 
@@ -366,8 +411,9 @@ def heads_into_cache_kernel(
     else:
         begin, end = heads_of(program, Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
         first, second = normed_heads(
-            projected, added, weight, cos_sin, token, begin, end, row_stride, added_stride, eps,
-            Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, ADDED, ROTATED,
+            projected, added, weight, cos_sin, means, token, begin, end,
+            row_stride, added_stride, eps,
+            Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, SPANS, ADDED, ROTATED,
         )  # fmt: skip
         head = begin + tl.arange(0, HEADS)
         width: tl.constexpr = 2 * HALF

@@ -27,6 +27,7 @@ def split_norm_rope(
     num_kv_heads: int,
     eps: float = 1e-6,
     whole: bool = False,
+    means: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and the landmark query z, normed and each head rotated; rounded once at the end.
 
@@ -41,6 +42,8 @@ def split_norm_rope(
         num_heads, num_kv_heads: h_q, h_kv; H is h_q + h_kv or, always with `added`, 2 h_q + h_kv.
         eps: added to the mean squares.
         whole: each of q, k and z has one mean square; otherwise each head has its own.
+        means: [T, 2 or, with a z, 3] float32, these mean squares, where the heads are a part of
+            those that are normed together; None: they are computed here.
     Returns:
         (q [T, h_q, d], k [T, h_kv, d], z [T, h_q or 0, d]), contiguous.
     Raises:
@@ -50,7 +53,9 @@ def split_norm_rope(
     counts = (num_heads, num_kv_heads, heads - num_heads - num_kv_heads)
     y = _joint(projected, added, heads, num_heads + num_kv_heads, dim).float()
     mean = y.square().mean(dim=-1, keepdim=True)
-    if whole:
+    if means is not None:
+        mean = means_by_head(means, counts)
+    elif whole:
         mean = means_over(mean, counts)
     y = rotated(y * torch.rsqrt(mean + eps) * weight, cos_sin).to(projected.dtype)
     # clone() also where a part is contiguous: an op's results must not share memory.
@@ -74,6 +79,23 @@ def means_over(mean: Tensor, counts: tuple[int, ...]) -> Tensor:
     return torch.cat(
         [part.mean(dim=1, keepdim=True).expand_as(part) for part in mean.split(counts, dim=1)], 1
     )
+
+
+def means_by_head(means: Tensor, counts: tuple[int, ...]) -> Tensor:
+    """Mean squares [T, H, 1] of heads, given those [T, 2 or 3] of q, k and z."""
+    given = zip(means.unbind(1), counts, strict=False)
+    return torch.cat([mean.view(-1, 1, 1).expand(-1, count, 1) for mean, count in given], 1)
+
+
+def check_means(op: str, means: Tensor | None, weight: Tensor, call: Call, kv_heads: int) -> None:
+    """Raise BadArgument unless given mean squares fit."""
+    if means is None:
+        return
+    spans = 2 if len(weight) == call.num_heads + kv_heads else 3
+    tokens = call.projected.shape[0]
+    expect(op, "means", means, (tokens, spans), (torch.float32,), call.projected, -1)
+    if not call.whole:
+        refuse(op, "means", "are given, but `whole` is false", "Heads with a norm each have none")
 
 
 def check_projection(
@@ -117,6 +139,7 @@ def _(call: Call) -> None:
     check_projection(
         "split_norm_rope", call.projected, call.added, call.weight, call.cos_sin, heads
     )
+    check_means("split_norm_rope", call.means, call.weight, call, call.num_kv_heads)
 
 
 @split_norm_rope.fake
@@ -158,8 +181,9 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     q, k, z = (
         gpu.empty((tokens, n, dim), call.projected.dtype, call.projected.device) for n in counts
     )
+    whole = call.whole and call.means is None
     programs, at_once, warps = programs_of(
-        call.weight, call.num_heads, call.num_kv_heads, 16, call.whole
+        call.weight, call.num_heads, call.num_kv_heads, 16, whole
     )
     pdl = uses_pdl(call.projected.device, tokens, programs * warps)
     if tokens:
@@ -168,6 +192,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
             added=call.projected if call.added is None else call.added,
             weight=call.weight,
             cos_sin=call.projected if call.cos_sin is None else call.cos_sin,
+            means=call.projected if call.means is None else call.means,
             q=q,
             k=k,
             z=z,
@@ -181,7 +206,8 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
             HP=gpu.next_power_of_2(dim // 2),
             PROGRAMS=programs,
             HEADS=at_once,
-            WHOLE=call.whole,
+            WHOLE=whole,
+            SPANS=0 if call.means is None else call.means.shape[1],
             ADDED=call.added is not None,
             ROTATED=call.cos_sin is not None,
             PDL=pdl,
@@ -199,13 +225,17 @@ def turned_heads(
     counts: tuple[int, int, int],
     eps: float,
     whole: bool,
+    means: Tensor | None = None,
 ) -> Tensor:
     """All heads of q, k and z, of each as many as `counts` says, before they are rounded, in few
     passes: [T, H, d] float32."""
     heads, dim = weight.shape
     y = _joint(projected, added, heads, sum(counts[:2]), dim).float()
     if whole:
-        mean = means_over(y.square().mean(dim=-1, keepdim=True), counts)
+        if means is None:
+            mean = means_over(y.square().mean(dim=-1, keepdim=True), counts)
+        else:
+            mean = means_by_head(means, counts)
         y = (y * torch.rsqrt(mean + eps)).mul_(weight)
     else:
         y = torch.rms_norm(y, (dim,), None, eps).mul_(weight)
@@ -230,9 +260,10 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     q, k, z = (call.projected.new_empty(tokens, count, dim) for count in counts)
     for begin in range(0, tokens, BLOCK_TOKENS):
         at = slice(begin, begin + BLOCK_TOKENS)
-        up, angles = (None if x is None else x[at] for x in (call.added, call.cos_sin))
+        given = (call.added, call.cos_sin, call.means)
+        up, angles, means = (None if x is None else x[at] for x in given)
         turned = turned_heads(
-            call.projected[at], up, call.weight, angles, counts, call.eps, call.whole
+            call.projected[at], up, call.weight, angles, counts, call.eps, call.whole, means
         )
         for target, part in zip((q, k, z), turned.split(counts, dim=1), strict=True):
             target[at] = part

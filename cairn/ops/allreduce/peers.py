@@ -1,0 +1,268 @@
+"""Sums over the ranks of one host, through memory that all of them can write.
+
+Torch's symmetric memory (alpha) exchanges the addresses; this is the only file that knows it beside
+symmetric.py. Multicast is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cairn.ops import gpu
+from cairn.ops.allreduce.kernels import (
+    add_received_kernel,
+    announce_kernel,
+    await_free_kernel,
+    sum_words_kernel,
+)
+from cairn.ops.pdl import pdl_option
+
+log = logging.getLogger(__name__)
+
+WORDS = 1 << 18
+"""Of 4 bytes: the largest tensor that is exchanged in words, which take twice its bytes."""
+BLOCK = 256
+"""Words of a program."""
+PARTS, PART_BYTES = 4, 1 << 24
+"""Parts of a large tensor that are on their way at once, and the largest of them: 2,048 tokens of
+4,096 numbers of 2 bytes, as many as keep a product busy."""
+ADDED = 4096
+"""Numbers of a program that adds a part."""
+FLAGS_BYTES, FREED = 256, 32
+"""Memory of a slot's two counts of int32, and where the second begins: in a cache line of its
+own."""
+
+
+class PeerSums:
+    """Sums of tensors of all ranks, with the same bits on every one of them.
+
+    All ranks make the same calls in the same order, on the same stream or in the same graph.
+
+    Args:
+        rank, ranks: number of this one, and how many there are.
+        memory: of this rank, which the others can reach; 0 everywhere.
+        addresses: of all ranks' memory, as this process sees it.
+        peer: memory of the other rank of two, as a tensor; None: there are more.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, memory: Tensor, addresses: list[int], peer: Tensor | None
+    ) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._memory = memory
+        device = memory.device
+        inbox = _inbox_bytes(ranks)
+        self._inbox = memory[:inbox].view(torch.int64)
+        self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self._epochs = torch.zeros(WORDS // BLOCK, dtype=torch.int32, device=device)
+        self._parts: _Parts | None = None
+        if peer is not None:
+            far = addresses[1 - rank] + inbox
+            self._parts = _Parts(rank, memory[inbox:], peer[inbox:], far)
+
+    @classmethod
+    def of(cls, store: Any, rank: int, ranks: int, device: torch.device) -> PeerSums | None:
+        """That of a group whose ranks are all on this host; None where memory is not shared. All
+        ranks call it. store: theirs, of torch.distributed."""
+        try:
+            memory, addresses, peer = _shared(store, rank, ranks, device)
+        except (RuntimeError, ImportError, AttributeError) as error:
+            log.warning("no memory is shared between ranks, sums go through NCCL: %s", error)
+            return None
+        return cls(rank, ranks, memory, addresses, peer)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `sum` takes a tensor."""
+        size = x.nbytes
+        return 0 < size <= 4 * WORDS and size % 4 == 0 and x.element_size() in (2, 4)
+
+    def sum(self, x: Tensor, out: Tensor, add: bool = False) -> None:
+        """out = the sum of the ranks' x, or out += it; in float32, in their order, rounded once.
+
+        Args:
+            x: float32, bfloat16 or float16, contiguous, all that `takes` asks for.
+            out: of its shape and dtype, contiguous.
+        """
+        words = x.nbytes // 4
+        pdl = gpu.supports_pdl(x.device)
+        sum_words_kernel[(-(-words // BLOCK),)](
+            x=x.view(-1).view(torch.int32),
+            out=out,
+            inbox=self._inbox,
+            addresses=self._addresses,
+            epochs=self._epochs,
+            words=words,
+            capacity=WORDS,
+            RANK=self.rank,
+            RANKS=self.ranks,
+            BLOCK=BLOCK,
+            NUMBERS=4 // x.element_size(),
+            ADD=add,
+            PDL=pdl,
+            num_warps=2,
+            **pdl_option(pdl),
+        )
+
+    def takes_parts(self, residual: Tensor) -> bool:
+        """Whether `add_parts` takes a stream."""
+        return self._parts is not None and residual[0].nbytes <= PART_BYTES
+
+    def add_parts(self, residual: Tensor, rows: Callable[[int, int], Tensor]) -> None:
+        """residual [T, H] += the sum of both ranks' `rows`, part by part: while one travels the
+        next is computed.
+
+        Args:
+            residual: contiguous.
+            rows: gives rows begin .. end - 1 of what is added, contiguous.
+        """
+        assert self._parts is not None
+        self._parts.add(residual, rows)
+
+
+class _Slot(NamedTuple):
+    """Where one part at a time is on its way, in both directions.
+
+    Attributes:
+        arriving, leaving: PART_BYTES of this rank's memory, and of the other's.
+        ready, freed: [1] int32, how many parts the other rank has sent here, and how many of this
+            one's it has read.
+        sent, taken, arrived: [1] int32, the same of this rank, and a counter of `grid_barrier`.
+        its_ready, its_freed: addresses of these counts in the other rank's memory.
+    """
+
+    arriving: Tensor
+    leaving: Tensor
+    ready: Tensor
+    freed: Tensor
+    sent: Tensor
+    taken: Tensor
+    arrived: Tensor
+    its_ready: int
+    its_freed: int
+
+
+class _Part(NamedTuple):
+    """A part that has been sent: its slot, where it is added, the rank's own numbers, and when the
+    other rank has been told."""
+
+    slot: _Slot
+    residual: Tensor
+    own: Tensor
+    announced: torch.cuda.Event
+
+
+class _Parts:
+    """Large tensors of two ranks, which copy engines exchange.
+
+    Args:
+        rank: 0 or 1.
+        own, far: memory behind the inboxes, of this rank and of the other one.
+        address: of `far`.
+    """
+
+    def __init__(self, rank: int, own: Tensor, far: Tensor, address: int) -> None:
+        self._rank, self._slots = rank, []
+        self._beside = torch.cuda.Stream(own.device)
+        for number in range(PARTS):
+            at, flags = number * PART_BYTES, PARTS * PART_BYTES + number * FLAGS_BYTES
+            counts = own[flags : flags + FLAGS_BYTES].view(torch.int32)
+            sent, taken, arrived = torch.zeros(3, 1, dtype=torch.int32, device=own.device)
+            self._slots.append(
+                _Slot(
+                    own[at : at + PART_BYTES],
+                    far[at : at + PART_BYTES],
+                    counts[:1],
+                    counts[FREED : FREED + 1],
+                    sent,
+                    taken,
+                    arrived,
+                    address + flags,
+                    address + flags + 4 * FREED,
+                )
+            )
+
+    def add(self, residual: Tensor, rows: Callable[[int, int], Tensor]) -> None:
+        """See `PeerSums.add_parts`."""
+        tokens, most = len(residual), PART_BYTES // residual[0].nbytes
+        at_once = -(-tokens // -(-tokens // most))
+        main = torch.cuda.current_stream(residual.device)
+        on_way: _Part | None = None
+        for number, begin in enumerate(range(0, tokens, at_once)):
+            end = min(begin + at_once, tokens)
+            slot = self._slots[number % PARTS]
+            part = self._send(slot, residual[begin:end], rows(begin, end), main)
+            if on_way is not None:
+                self._receive(on_way, main)
+            on_way = part
+        if on_way is not None:
+            self._receive(on_way, main)
+
+    def _send(self, slot: _Slot, residual: Tensor, own: Tensor, main: torch.cuda.Stream) -> _Part:
+        self._beside.wait_stream(main)
+        with torch.cuda.stream(self._beside):
+            await_free_kernel[(1,)](freed=slot.freed, sent=slot.sent, num_warps=1)
+            _like(slot.leaving, own).copy_(own, non_blocking=True)
+            announce_kernel[(1,)](sent=slot.sent, address=slot.its_ready, num_warps=1)
+            announced = self._beside.record_event()
+        return _Part(slot, residual, own, announced)
+
+    def _receive(self, part: _Part, main: torch.cuda.Stream) -> None:
+        # The programs that wait for the other rank's part fill the device: what tells it that this
+        # one's is there must have run.
+        main.wait_event(part.announced)
+        slot, own = part.slot, part.own
+        its = _like(slot.arriving, own)
+        first, second = (own, its) if self._rank == 0 else (its, own)
+        add_received_kernel[(-(-own.numel() // ADDED),)](
+            residual=part.residual,
+            first=first,
+            second=second,
+            ready=slot.ready,
+            taken=slot.taken,
+            arrived=slot.arrived,
+            freed=slot.its_freed,
+            numbers=own.numel(),
+            BLOCK=ADDED,
+            num_warps=8,
+        )
+
+
+def _like(memory: Tensor, like: Tensor) -> Tensor:
+    """The first bytes as a tensor of the same shape and dtype."""
+    return memory[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def memory_bytes(ranks: int) -> int:
+    """Memory that each of so many ranks shares with the others."""
+    return _inbox_bytes(ranks) + PARTS * (PART_BYTES + FLAGS_BYTES)
+
+
+def _inbox_bytes(ranks: int) -> int:
+    return 2 * ranks * WORDS * 8
+
+
+def _shared(
+    store: Any, rank: int, ranks: int, device: torch.device
+) -> tuple[Tensor, list[int], Tensor | None]:
+    """Memory of this rank, addresses of that of all, and that of the other rank of two."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    size = memory_bytes(ranks)
+    name = "cairn"
+    _SymmetricMemory.set_group_info(name, rank, ranks, store)
+    memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
+    handle = _SymmetricMemory.rendezvous(memory, name)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    peer = None
+    if ranks == 2:
+        peer = handle.get_buffer(1 - rank, (size,), torch.uint8)
+    # Nobody writes before all have cleared.
+    store.set(f"cleared/{rank}", "")
+    store.wait([f"cleared/{other}" for other in range(ranks)])
+    return memory, [int(address) for address in handle.buffer_ptrs], peer
