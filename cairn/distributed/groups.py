@@ -8,6 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_AXES = 4
+"""Of tensors whose shape one rank alone knows."""
+
 
 class FastSums(Protocol):
     """Sums over the ranks of one host without its process group, see `cairn.ops.PeerSums`."""
@@ -100,6 +104,18 @@ class Group:
         if x.numel():
             self._ranks._allgather_base(every.view(-1), x.reshape(-1)).wait()
         return every
+
+    def of_rank(self, x: Tensor | None, rank: int, device: torch.device) -> Tensor:
+        """A tensor that one rank has and whose shape the others, which give None, do not know."""
+        about = [] if x is None else [DTYPES.index(x.dtype), *x.shape]
+        head = torch.tensor([*about, *[-1] * (MOST_AXES + 1 - len(about))], device=device)
+        self._ranks.broadcast(head, rank).wait()
+        if x is None:
+            number, *shape = (size for size in head.tolist() if size >= 0)
+            x = torch.empty(shape, dtype=DTYPES[number], device=device)
+        x = x.contiguous()
+        self._ranks.broadcast(x, rank).wait()
+        return x
 
     def of_first(self, x: Tensor) -> Tensor:
         """What rank 0 has, written to every other rank's x of the same shape and dtype."""

@@ -104,6 +104,15 @@ class HostRecords:
         """The bytes of a record, to be read."""
         return self.record(kind, slot)
 
+    def regions(self) -> list[tuple[int, int]]:
+        """Address and bytes of the memory of each kind that has any."""
+        return [(rows.data_ptr(), rows.nbytes) for rows in self._rows if rows.nbytes]
+
+    def place(self, kind: int, slot: int) -> tuple[int, int]:
+        """Address and bytes of a record."""
+        size = self.layouts[kind].nbytes
+        return self._rows[kind].data_ptr() + slot * size, size
+
     def seal(self, kind: int, slot: int) -> int:
         """Note the checksum of the bytes that are there now; returns it."""
         found = zlib.crc32(self._bytes[kind][slot])

@@ -225,7 +225,7 @@ class Runner:
         self.rows.num_requests = shape.num_rows
         self.encoder: EncoderCache | None = None
         if shape.encoder_bytes is not None:
-            self.encoder = EncoderCache(model.encode, shape.encoder_bytes, device)
+            self.encoder = EncoderCache(model.encode, shape.encoder_bytes, device, group)
         self.sampler = Sampler(shape.vocab_size, shape.num_rows, device, group)
         self._on_cpu, self._mixers = device.type == "cpu", mixers
         self.experts: ExpertBalance | None = None

@@ -24,7 +24,8 @@ class DisaggregationOptions:
     Attributes:
         disaggregation_mode: "prefill" keeps the pages of prompts for others that ask for them,
             "decode" takes those of other processes, "both" does both; None or "null": neither.
-        disaggregation_transfer_backend: "tcp"; "nixl" is known by name alone.
+        disaggregation_transfer_backend: "tcp"; "nixl" reads pages by NIXL from engines that have
+            it too.
         disaggregation_bootstrap_host: address at which others ask for pages, told to them.
         disaggregation_bootstrap_port: its port; 0: any that is free.
         disaggregation_load_failure: what a request does whose pages did not come: "recompute" runs
@@ -81,6 +82,7 @@ class Disaggregation:
         host, port: where others ask for pages.
         recompute: a prompt whose pages did not come is run here.
         secret: shared by all; empty: none.
+        nixl: records are read by NIXL.
     """
 
     sends: bool
@@ -89,6 +91,7 @@ class Disaggregation:
     port: int
     recompute: bool
     secret: bytes
+    nixl: bool = False
 
 
 def disaggregation_options() -> tuple[Field[Any], ...]:
@@ -122,8 +125,6 @@ def resolve_disaggregation(
     mode, port = options.disaggregation_mode, options.disaggregation_bootstrap_port
     if mode in (None, "null"):
         return None
-    if options.disaggregation_transfer_backend != "tcp":
-        raise BadConfig("disaggregation_transfer_backend is nixl, which is not built", "Use tcp")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise BadConfig(f"disaggregation_bootstrap_port is {port!r}", "Give a port, or 0")
     if not host_memory:
@@ -142,4 +143,5 @@ def resolve_disaggregation(
             f"Set {SECRET_VARIABLE} to the same text for all engines",
         )
     recompute = options.disaggregation_load_failure == "recompute"
-    return Disaggregation(sends, mode in (DECODE, BOTH), host, port, recompute, secret)
+    nixl = options.disaggregation_transfer_backend == "nixl"
+    return Disaggregation(sends, mode in (DECODE, BOTH), host, port, recompute, secret, nixl)

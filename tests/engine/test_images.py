@@ -217,6 +217,6 @@ def test_few_embeddings_are_kept() -> None:
     cache = EncoderCache(encode, 2 * 4 * 8 * 4, torch.device("cpu"))
     items = [image(seed).item for seed in range(3)]
     for item in (*items[:2], items[0], items[2], items[0], items[1]):
-        cache.of(item)
+        cache.of([item])
     # The second was used least recently when the third came.
     assert cache.encoded == len(made) == 4 and cache.found == 2

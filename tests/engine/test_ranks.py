@@ -229,7 +229,7 @@ def test_a_hybrid_with_experts_is_divided_either_way(tmp_path: Path) -> None:
         same(ranked.engine(folder, 2, **more), one, prompts)
 
 
-def test_images_are_encoded_on_every_rank(tmp_path: Path) -> None:
+def test_ranks_share_out_images(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2}
     folder = seeing.write(tmp_path, **heads)
     given = test_images.prompt(5, test_images.image(1), 30, test_images.image(2, 48, 48), 4)
@@ -243,6 +243,8 @@ def test_images_are_encoded_on_every_rank(tmp_path: Path) -> None:
             while built.core.has_work:
                 built.core.step()
             found.append(trace(live, built.spec.vocab_size))
+        assert built.runner.encoder is not None
+        assert built.runner.encoder.encoded == 3 - size
     assert [bool(each.cached) for each in found] == [False, True, False, True]
     assert all(test_images.same(each, found[0]) for each in found)
 

@@ -16,13 +16,14 @@ from cairn.cache.host import PAGE
 from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
+from cairn.engine.transfer import nixl
 from cairn.engine.transfer.tickets import Tickets
 from cairn.engine.transfer.wire import Answer, send_frame
 from cairn.errors import BadConfig, BadRequest
 from cairn.types import KvTransferParams, SamplingParams
 from tests.engine import ranked
 from tests.engine.fakes import all_pages_back
-from tests.engine.harness import difference, greedy, run, text, trace
+from tests.engine.harness import assert_same, difference, greedy, run, text, trace
 from tests.engine.test_families import FAMILIES, build
 from tests.support import shows
 
@@ -307,7 +308,32 @@ def test_one_that_is_killed_while_it_takes_pages_holds_nothing(
     settled(second)
 
 
-def test_what_cannot_be_is_refused(pair: tuple[Built, Built, Built]) -> None:
+def test_records_are_read_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one of the two has it alone: then they are sent."""
+    pytest.importorskip("nixl_cu13")
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    alone, by_nixl = build(LANDMARKS), {"disaggregation_transfer_backend": "nixl"}
+    first, second, other = prefilling(**by_nixl), decoding(**by_nixl), decoding()
+    read: list[int] = []
+    inner = second.core.transfers._receiver._agent.read
+    monkeypatch.setattr(
+        second.core.transfers._receiver._agent,
+        "read",
+        lambda *given: (read.append(len(given[1])), inner(*given)),
+    )
+    for taker in (second, other, second):
+        prompt = prompt_of(alone)
+        (done,) = serve(taker, prompt, greedy(4), prefilled(first, prompt))
+        assert_same(trace(done, alone.spec.vocab_size), run(alone, [prompt], greedy(4))[0])
+        assert done.request.cached
+        settled(taker)
+    assert len(read) == 2 and all(read)
+    settled(first)
+
+
+def test_what_cannot_be_is_refused(
+    pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second, alone = pair
     prompt, params = [1, 2, 3], greedy(1)
     with pytest.raises(BadRequest, match="this one works alone"):
@@ -323,10 +349,11 @@ def test_what_cannot_be_is_refused(pair: tuple[Built, Built, Built]) -> None:
     with pytest.raises(BadRequest, match="'198.51.100.7', but without a secret.*CAIRN_CLUSTER"):
         second.core.add("r", prompt, params, transfer=elsewhere)
     assert not second.core.has_work
+    monkeypatch.setattr(nixl, "MODULES", ())
     for changes, message in (
         ({"disaggregation_mode": "half"}, "disaggregation_mode is 'half'"),
         ({"kv_host_memory": None}, "kv_host_memory gives none"),
-        ({"disaggregation_transfer_backend": "nixl"}, "nixl, which is not built. Use tcp"),
+        ({"disaggregation_transfer_backend": "nixl"}, "nixl, which is not installed"),
         ({"disaggregation_bootstrap_port": 70000}, "disaggregation_bootstrap_port is 70000"),
         (
             {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5"},

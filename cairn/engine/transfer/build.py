@@ -10,12 +10,14 @@ from cairn.cache.record import fingerprint
 from cairn.cache.schema import CacheSchema
 from cairn.config import EngineConfig
 from cairn.engine.transfer.joined import Records
+from cairn.engine.transfer.nixl import Agent
 from cairn.engine.transfer.receiver import Receiver
 from cairn.engine.transfer.sender import Listener, Sender
 from cairn.engine.transfer.tickets import Tickets
 from cairn.engine.transfer.transfer import Transfers
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import has_weights, is_gguf, read_headers
+from cairn.runner.host_records import HostRecords
 from cairn.specs.disaggregation import Disaggregation
 from cairn.specs.experts import without_places
 
@@ -46,13 +48,24 @@ def transfers(
     Args:
         cache: the pages; the names of its host cache begin with `model_key`.
         listener: of `listen`; it answers from now on.
+
+    Raises:
+        BadConfig: records cannot travel in the way that was asked for.
     """
     assert cache.host is not None
     tickets, model = None, cache.host.root
+    agent = None
+    if asked.nixl:
+        if not isinstance(records, HostRecords):
+            raise BadConfig(
+                "disaggregation_transfer_backend is nixl, but records are divided between ranks",
+                "Use tcp, or --tensor-parallel-size 1",
+            )
+        agent = Agent(records)
     if listener is not None:
         tickets = Tickets(cache.host)
-        listener.serve(Sender(tickets, records, model, asked.secret))
-    receiver = Receiver(records, model, asked.secret) if asked.receives else None
+        listener.serve(Sender(tickets, records, model, asked.secret, agent))
+    receiver = Receiver(records, model, asked.secret, agent) if asked.receives else None
     address = asked.host, listener.port if listener is not None else 0
     return Transfers(cache, tickets, address, receiver, asked.recompute)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cairn.engine.transfer.joined import Records
+from cairn.engine.transfer.nixl import Agent, ReadFailed
 from cairn.engine.transfer.wire import (
     VERSION,
     Answer,
@@ -18,6 +19,7 @@ from cairn.engine.transfer.wire import (
     receive_into,
     send_frame,
 )
+from cairn.runner.host_records import HostRecords
 from cairn.specs.disaggregation import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -54,12 +56,14 @@ class Fetched:
         failure: why others are not, in one word; None: there are none.
         said: the same for people.
         refused: the peer serves another model: nothing of it may be used.
+        lost: records whose places may still be written: they must not be used again.
     """
 
     arrived: list[Wanted] = field(default_factory=list)
     failure: str | None = None
     said: str = ""
     refused: bool = False
+    lost: list[Wanted] = field(default_factory=list)
 
 
 class Receiver:
@@ -69,10 +73,14 @@ class Receiver:
         records: where the bytes go.
         model: what this engine serves; see `Ask`.
         secret: see `cairn.engine.transfer.wire`.
+        agent: reads records of peers that have one too; None: they send them.
     """
 
-    def __init__(self, records: Records, model: bytes, secret: bytes) -> None:
+    def __init__(
+        self, records: Records, model: bytes, secret: bytes, agent: Agent | None = None
+    ) -> None:
         self._records, self._model, self._secret = records, model, secret
+        self._agent = agent
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cairn-receiver")
 
     def trusts(self, host: str) -> bool:
@@ -92,7 +100,8 @@ class Receiver:
             with socket.create_connection(address, CONNECT_SECONDS) as connection:
                 connection.settimeout(STALL_SECONDS)
                 names = [(record.kind, record.name) for record in wanted]
-                ask = Ask(VERSION, self._model, peer.ticket, names)
+                reads = self._agent is not None
+                ask = Ask(VERSION, self._model, peer.ticket, names, reads)
                 send_frame(connection, ask, self._secret)
                 answer = receive_frame(connection, Answer, self._secret)
                 if answer.refused is None:
@@ -110,15 +119,33 @@ class Receiver:
     def _receive(
         self, connection: socket.socket, wanted: list[Wanted], answer: Answer, result: Fetched
     ) -> None:
-        for record, expected in zip(wanted, answer.sums, strict=False):
-            if expected is None:
-                result.failure, result.said = "missing", "it has not all records"
-                continue
-            receive_into(connection, self._records.record(record.kind, record.slot))
+        coming = [
+            (record, expected)
+            for record, expected in zip(wanted, answer.sums, strict=False)
+            if expected is not None
+        ]
+        if len(coming) < len(wanted):
+            result.failure, result.said = "missing", "it has not all records"
+        if answer.agent:
+            self._read([record for record, _ in coming], answer, result)
+        for record, expected in coming:
+            if not answer.agent:
+                receive_into(connection, self._records.record(record.kind, record.slot))
             if self._records.seal(record.kind, record.slot) == expected:
                 result.arrived.append(record)
             else:
                 result.failure, result.said = "damaged", "a record came damaged"
+
+    def _read(self, records: list[Wanted], answer: Answer, result: Fetched) -> None:
+        """Read records that are not sent. What was not read has another checksum."""
+        assert self._agent is not None and isinstance(self._records, HostRecords)
+        places = [self._records.place(record.kind, record.slot) for record in records]
+        try:
+            self._agent.read(answer.agent, places, answer.addresses)
+        except ReadFailed as error:
+            if error.writing:
+                result.lost += records
+            raise WireError("nixl", str(error)) from error
 
     def _refused(self, answer: Answer, result: Fetched) -> None:
         result.failure = answer.refused

@@ -9,9 +9,11 @@ import socketserver
 import threading
 
 from cairn.engine.transfer.joined import Records
+from cairn.engine.transfer.nixl import READ_SECONDS, Agent
 from cairn.engine.transfer.tickets import Ticket, Tickets
 from cairn.engine.transfer.wire import VERSION, Answer, Ask, WireError, receive_frame, send_frame
 from cairn.errors import BadConfig
+from cairn.runner.host_records import HostRecords
 from cairn.specs.disaggregation import Disaggregation
 
 log = logging.getLogger(__name__)
@@ -70,11 +72,19 @@ class Sender:
         records: the bytes.
         model: what this engine serves; see `Ask`.
         secret: see `cairn.engine.transfer.wire`.
+        agent: by which others may read the records; None: they are sent.
     """
 
-    def __init__(self, tickets: Tickets, records: Records, model: bytes, secret: bytes) -> None:
+    def __init__(
+        self,
+        tickets: Tickets,
+        records: Records,
+        model: bytes,
+        secret: bytes,
+        agent: Agent | None = None,
+    ) -> None:
         self._tickets, self._records = tickets, records
-        self._model, self._secret = model, secret
+        self._model, self._secret, self._agent = model, secret, agent
 
     def answer(self, connection: socket.socket) -> None:
         """Serve one connection."""
@@ -101,10 +111,22 @@ class Sender:
     def _send(self, connection: socket.socket, ask: Ask, ticket: Ticket) -> None:
         found = [(kind, ticket.records.get((kind, name))) for kind, name in ask.wanted]
         sums = [None if slot is None else self._records.sum_of(kind, slot) for kind, slot in found]
+        coming = [
+            (kind, slot)
+            for (kind, slot), known in zip(found, sums, strict=True)
+            if slot is not None and known is not None
+        ]
+        if ask.reads and self._agent is not None and isinstance(self._records, HostRecords):
+            places = [self._records.place(kind, slot)[0] for kind, slot in coming]
+            answer = Answer(sums, agent=self._agent.metadata, addresses=places)
+            send_frame(connection, answer, self._secret)
+            # It ends when they have been read. What is overwritten after that has another checksum.
+            connection.settimeout(READ_SECONDS)
+            connection.recv(1)
+            return
         send_frame(connection, Answer(sums), self._secret)
-        for (kind, slot), known in zip(found, sums, strict=True):
-            if slot is not None and known is not None:
-                connection.sendall(self._records.content(kind, slot))
+        for kind, slot in coming:
+            connection.sendall(self._records.content(kind, slot))
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         send_frame(connection, Answer([], reason, self._model), self._secret)

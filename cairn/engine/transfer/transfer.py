@@ -151,12 +151,12 @@ class Transfers:
             self._tickets.reap()
 
     def _settle(self, fetch: _Fetch, fetched: Fetched) -> None:
-        arrived = set(fetched.arrived)
+        arrived, lost = set(fetched.arrived), set(fetched.lost)
         for record in fetch.wanted:
             slots = self._host.slots[record.kind]
             if record in arrived:
                 slots.keep(record.name, record.slot)
-            else:
+            elif record not in lost:
                 slots.give_back(record.slot)
         if fetched.failure is not None:
             log.warning(

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 HASH_BYTES = 16
 LONGEST_FRAME = 64 << 20
 T = TypeVar("T")
@@ -41,26 +41,33 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
         model: what the one who asks serves: model, weights and layout of records.
         ticket: says for what it has a right.
         wanted: (kind, name) of records.
+        reads: records need not be sent: they are read by NIXL, if the other side has it.
     """
 
     version: int
     model: bytes
     ticket: bytes
     wanted: list[tuple[int, bytes]]
+    reads: bool = False
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Answers an Ask.
+    """Answers an Ask. Without `agent` records follow; else the ticket's right lasts until the
+    connection ends, and they are read meanwhile.
 
     Attributes:
         sums: checksum of each record that was asked for; None: it does not come.
         refused: why nothing comes: "ticket", "model" or "version".
         model: what the one who answers serves.
+        agent: metadata of its NIXL agent; empty: records follow.
+        addresses: of the records that come, in its memory.
     """
 
     sums: list[int | None]
     refused: str | None = None
     model: bytes = b""
+    agent: bytes = b""
+    addresses: list[int] = []
 
 
 def send_frame(connection: socket.socket, message: msgspec.Struct, secret: bytes) -> None:
