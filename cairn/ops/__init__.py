@@ -180,14 +180,12 @@ from cairn.ops.quantization.sgl_per_token_group_quant_8bit import (
 )
 from cairn.ops.quantization.sgl_per_token_quant_fp8 import sgl_per_token_quant_fp8
 from cairn.ops.registry import check_forced
+from cairn.ops.rotary import head_norm_rope, head_squares, heads_into_cache
 from cairn.ops.rotary.apply_rope_with_cos_sin_cache_inplace import (
     FusedSetKVBufferArg,
     apply_rope_with_cos_sin_cache_inplace,
 )
 from cairn.ops.rotary.fused_qk_norm_rope import fused_qk_norm_rope
-from cairn.ops.rotary.head_norm_rope import head_norm_rope
-from cairn.ops.rotary.head_squares import head_squares
-from cairn.ops.rotary.heads_into_cache import heads_into_cache
 from cairn.ops.rotary.rotary_cos_sin import rotary_cos_sin
 from cairn.ops.rotary.rotated import rotary_embedding
 from cairn.ops.rotary.split_norm_rope import split_norm_rope

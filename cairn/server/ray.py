@@ -5,9 +5,10 @@ Needs `pip install 'cairn-llm[ray]'`. Only the public API of ray.serve is used.
 
 from __future__ import annotations
 
+import os
 import signal
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,15 @@ from cairn.server.app import create_app
 from cairn.server.hosts import HostCheck
 from cairn.server.loading import close, load, new_state
 from cairn.server.options import ServerOptions
+from cairn.server.prefill import AfterPrefill, Headers, prompt_computed
 from cairn.server.report import Say
+from cairn.specs.disaggregation import DECODE, PREFILL, SECRET_VARIABLE
 
 NAME = "cairn"
 STOP_SECONDS = 2.0
 HEALTH_SECONDS = 2.0
 """Between two checks; Ray ends a replica that fails three in a row."""
-TABLES = ("engine", "server", "resources", "autoscaling")
+TABLES = ("engine", "server", "resources", "autoscaling", "prefill")
 
 
 @checked_keywords
@@ -43,6 +46,8 @@ class Plan:
         server: options of each server, as fields of ServerOptions; host and port are Ray's proxy's.
         resources: what a replica takes of a node, as Ray's `ray_actor_options`: num_gpus, num_cpus.
         autoscaling: Ray's `autoscaling_config`, in place of `replicas`.
+        prefill: servers that compute the prompts for these, which then decode alone: `replicas`,
+            `resources`, and in `engine` what differs from the others' options. Empty: none.
     """
 
     model: str
@@ -51,6 +56,7 @@ class Plan:
     server: dict[str, Any] = field(default_factory=dict)
     resources: dict[str, Any] = field(default_factory=dict)
     autoscaling: dict[str, Any] = field(default_factory=dict)
+    prefill: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in TABLES:
@@ -62,12 +68,32 @@ class Plan:
             raise BadConfig(f"replicas must be an integer >= 1, not {self.replicas!r}")
         # Refused here, not on another machine.
         self.options()
+        if self.prefill:
+            self.of_prefill()
 
     def options(self) -> tuple[EngineOptions, ServerOptions]:
         """Those of a replica. Raises BadConfig for what is impossible."""
         server: dict[str, Any]
         server = {k: tuple(v) if isinstance(v, list) else v for k, v in self.server.items()}
         return EngineOptions(**self.engine), ServerOptions(**server)
+
+    def of_prefill(self) -> Plan:
+        """That of the servers that compute prompts. Raises BadConfig for what is impossible."""
+        for name in self.prefill:
+            if name not in ("replicas", "resources", "engine", "autoscaling"):
+                raise BadConfig(
+                    f"[prefill] has {name!r}",
+                    "It may have replicas, resources, engine, autoscaling",
+                )
+        engine = self.engine | self.prefill.get("engine", {}) | {"disaggregation_mode": PREFILL}
+        # The system chooses a port, which goes with each ticket: a node may have several.
+        engine.setdefault("disaggregation_bootstrap_port", 0)
+        own = {"replicas": 1, **self.prefill, "engine": engine}
+        return Plan(self.model, server=self.server, **own)
+
+    def of_decode(self) -> Plan:
+        """That of the servers in front of them."""
+        return replace(self, engine=self.engine | {"disaggregation_mode": DECODE}, prefill={})
 
 
 def plan_of(text: str) -> Plan:
@@ -82,17 +108,36 @@ def plan_of(text: str) -> Plan:
 
 
 class Replica:
-    """A server in an actor of Ray, for `ray.serve.ingress`; the engine is a process beside it."""
+    """A server in an actor of Ray, for `ray.serve.ingress`; the engine is a process beside it.
 
-    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Ray awaits it
+    Args:
+        plan: of its deployment.
+        prefill: the deployment that computes prompts; None: this one does.
+    """
+
+    async def __init__(self, plan: Plan, prefill: Any = None) -> None:  # type: ignore[misc]  # Ray awaits it
         engine, options = plan.options()
+        if engine.disaggregation_mode == PREFILL and os.environ.get(SECRET_VARIABLE):
+            from ray.util import get_node_ip_address
+
+            # Without a secret only engines of the same node can take its pages.
+            engine = replace(engine, disaggregation_bootstrap_host=get_node_ip_address())
         model = Path(plan.model)
         self._state = new_state(model, engine, options, Tracer(options.trace))
         await load(self._state, model, lambda name, seconds: None)
         self._state.loaded = True
+        self._app: ASGIApp = create_app(
+            self._state, HostCheck.of(self._state.options, self._state.options.host)
+        )
+        if prefill is not None:
+            self._app = AfterPrefill(self._app, prefill.prompt.remote)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return create_app(self._state, HostCheck.of(self._state.options, self._state.options.host))
+        return self._app
+
+    async def prompt(self, path: str, headers: Headers, body: bytes) -> dict[str, Any] | None:
+        """Compute a request's prompt; where its pages are, None where that failed."""
+        return await prompt_computed(self._app, path, headers, body)
 
     async def check_health(self) -> None:
         """Asked by Ray, which starts a replica again when this raises. Raises EngineDead."""
@@ -105,16 +150,24 @@ class Replica:
 
 
 def application(plan: Plan) -> Any:
-    """The deployment of a plan, for `ray.serve.run` or a config file of Ray Serve."""
+    """The deployments of a plan, for `ray.serve.run` or a config file of Ray Serve."""
+    if not plan.prefill:
+        return _deployment(plan, NAME).bind(plan)
+    first, second = plan.of_prefill(), plan.of_decode()
+    prompts = _deployment(first, f"{NAME}-prefill").bind(first)
+    return _deployment(second, NAME).bind(second, prompts)
+
+
+def _deployment(plan: Plan, name: str) -> Any:
     from ray import serve
 
     engine, options = plan.options()
     how_many: dict[str, Any] = {"num_replicas": plan.replicas}
     if plan.autoscaling:
         how_many = {"autoscaling_config": plan.autoscaling}
-    deployment = serve.deployment(
-        serve.ingress()(Replica),
-        name=NAME,
+    return serve.deployment(
+        serve.ingress()(Replica) if name == NAME else Replica,
+        name=name,
         ray_actor_options=plan.resources,
         # The engine queues requests, and refuses what is too much.
         health_check_period_s=HEALTH_SECONDS,
@@ -122,7 +175,6 @@ def application(plan: Plan) -> Any:
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         **how_many,
     )
-    return deployment.bind(plan)
 
 
 def serve_on_ray(plan: Plan, say: Say) -> None:

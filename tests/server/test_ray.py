@@ -1,5 +1,7 @@
 """Plans for Ray Serve and, where Ray is installed, a cluster of this machine that serves one."""
 
+import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import psutil
 import pytest
 
 from cairn.errors import BadConfig, BadRequest
+from cairn.server.prefill import AfterPrefill, prompt_computed
 from cairn.server.ray import plan_of
 from tests.engine.children import MODEL
 from tests.server.running import PROGRAM
@@ -54,11 +57,65 @@ def test_a_plan_is_read():
         ('model = "m"\nengine = 3', r"Write a table \[engine\]"),
         ('model = "m"\n[engine]\ndevice = "tpu"', "device is 'tpu'"),
         ('model = "m"\n[server]\nmax_m = 1', "no option 'max_m'. Did you mean 'max_n'"),
+        ('model = "m"\n[prefill]\nreplica = 1', r"\[prefill\] has 'replica'"),
+        ('model = "m"\n[prefill.engine]\ndevice = "tpu"', "device is 'tpu'"),
     ],
 )
 def test_what_is_no_plan_is_refused(text, message):
     with pytest.raises((BadConfig, BadRequest), match=message):
         plan_of(text)
+
+
+PREFILL = """
+[prefill]
+replicas = 1
+engine = { kv_host_memory = "32MiB" }
+resources = { num_cpus = 0.25 }
+"""
+
+
+def test_prompts_have_servers_of_their_own():
+    plan = plan_of(PLAN + PREFILL)
+    first, second = plan.of_prefill(), plan.of_decode()
+    assert (first.replicas, first.resources) == (1, {"num_cpus": 0.25})
+    engine, _ = first.options()
+    assert (engine.disaggregation_mode, engine.disaggregation_bootstrap_port) == ("prefill", 0)
+    assert (engine.kv_host_memory, engine.dtype) == ("32MiB", "float32")
+    assert second.options()[0].disaggregation_mode == "decode" and second.replicas == 2
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_prompt_is_computed_elsewhere_first(failing):
+    """Through the server's own application; where that fails the request goes on as it was."""
+    asked: list[dict] = []
+
+    async def answer(scope, receive, send):
+        body = json.loads((await receive())["body"])
+        asked.append(body)
+        given = {"kv_transfer_params": {"remote_port": 5}} if "messages" in body else {}
+        status = 500 if failing and len(asked) == 1 else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(given).encode()})
+
+    async def prompt(path, headers, body):
+        return await prompt_computed(answer, path, headers, body)
+
+    transport = httpx.ASGITransport(AfterPrefill(answer, prompt))
+
+    async def post(path, **body):
+        async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
+            return await client.post(path, json=body)
+
+    body = {"messages": [], "max_completion_tokens": 9, "stream": True, "n": 3}
+    asyncio.run(post("/v1/chat/completions", **body))
+    first, second = asked
+    assert (first["max_tokens"], first["n"], first["stream"]) == (1, 1, False)
+    assert first["kv_transfer_params"] == {"do_remote_decode": True}
+    assert "max_completion_tokens" not in first
+    given = {} if failing else {"kv_transfer_params": {"remote_port": 5}}
+    assert second == body | given
+    asyncio.run(post("/v1/embeddings", input="a"))
+    assert asked[2:] == [{"input": "a"}]
 
 
 def engines() -> set[int]:
@@ -119,3 +176,26 @@ def test_replicas_on_ray_serve_and_come_back(tmp_path):
         ended = process.wait(120)
     assert ended == 130
     wait_for(lambda: not engines())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * START_SECONDS)
+def test_prefill_and_decode_on_ray(tmp_path):
+    pytest.importorskip("ray.serve")
+    memory = 'kv_cache_memory = "16MiB"\nkv_host_memory = "16MiB"'
+    plan = PLAN.replace('kv_cache_memory = "16MiB"', memory).replace("replicas = 2", "replicas = 1")
+    (file := tmp_path / "plan.toml").write_text(plan + "\n[prefill]\nreplicas = 1\n")
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "ray", "serve", str(file)],
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+    )
+    try:
+        wait_for(lambda: len(engines()) == 2 and served())
+        prompt = "The river goes down to the sea, and the sea goes up to the sky again. " * 4
+        answer = complete(prompt=prompt).json()
+        # The engine that decodes has not seen it before.
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+    finally:
+        process.terminate()
+        ended = process.wait(120)
+    assert ended == 130

@@ -1,0 +1,142 @@
+"""Prompts that another server computes: it is asked first, and its answer says where the pages are.
+
+What a router does in front of two servers, for servers that find each other in another way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+PARAMETERS = "kv_transfer_params"
+ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False, PARAMETERS: {"do_remote_decode": True}}
+LEFT_OUT = ("max_completion_tokens", "min_tokens", "stream_options", "best_of")
+"""Parameters that contradict these."""
+
+Headers = list[tuple[bytes, bytes]]
+Prompt = Callable[[str, Headers, bytes], Awaitable[dict[str, Any] | None]]
+
+
+class AfterPrefill:
+    """An application whose requests for text have their prompts computed elsewhere. Where that
+    fails they are computed here.
+
+    Args:
+        app: the server that decodes.
+        prompt: `prompt_computed` of one that prefills.
+    """
+
+    def __init__(self, app: ASGIApp, prompt: Prompt) -> None:
+        self._app, self._prompt = app, prompt
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        asks = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS
+        if not asks:
+            await self._app(scope, receive, send)
+            return
+        body = await _body(receive)
+        asked = _fields(body)
+        if asked is not None and PARAMETERS not in asked:
+            first = {name: value for name, value in asked.items() if name not in LEFT_OUT}
+            headers: Headers = [(name, value) for name, value in scope["headers"]]
+            try:
+                found = await self._prompt(
+                    scope["path"], headers, msgspec.json.encode(first | ONE_TOKEN)
+                )
+            except Exception:
+                log.warning("a prompt was not computed by the other server", exc_info=True)
+                found = None
+            if found is not None:
+                body = msgspec.json.encode(asked | {PARAMETERS: found})
+                scope = {**scope, "headers": _with_length(headers, len(body))}
+        await self._app(scope, _received(body, receive), send)
+
+
+async def prompt_computed(
+    app: ASGIApp, path: str, headers: Headers, body: bytes
+) -> dict[str, Any] | None:
+    """Run a request for one token through a server that keeps pages for others.
+
+    Args:
+        app: the server.
+        path, headers, body: of the request.
+    Returns:
+        What the answer says of the pages; None: they are not kept, or the request failed.
+    """
+    answered, status = bytearray(), 0
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        answered.extend(message.get("body", b""))
+
+    async def nothing() -> Message:
+        # Nobody leaves before the answer.
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": _with_length(headers, len(body)),
+        "client": None,
+        "server": None,
+    }
+    await app(scope, _received(body, nothing), send)
+    answer = _fields(bytes(answered))
+    if status != 200 or answer is None:
+        return None
+    found: dict[str, Any] | None = answer.get(PARAMETERS)
+    return found
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, more = bytearray(), True
+    while more:
+        message = await receive()
+        parts += message.get("body", b"")
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    return bytes(parts)
+
+
+def _received(body: bytes, behind: Receive) -> Receive:
+    """Gives a body that has come, then what comes behind it: the end of the connection."""
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            return await behind()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+def _fields(body: bytes) -> dict[str, Any] | None:
+    """The JSON object in a body; None: it holds none."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None
+
+
+def _with_length(headers: Headers, length: int) -> Headers:
+    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    return [*kept, (b"content-length", str(length).encode())]
