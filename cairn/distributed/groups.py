@@ -13,6 +13,10 @@ MOST_AXES = 4
 """Of tensors whose shape one rank alone knows."""
 
 
+Norm = tuple[Tensor, float] | None
+"""Weight and eps of an rmsnorm."""
+
+
 class FastSums(Protocol):
     """Sums over the ranks of one host without its process group, see `cairn.ops.PeerSums`."""
 
@@ -22,11 +26,17 @@ class FastSums(Protocol):
     def sum(self, x: Tensor, out: Tensor, add: bool = False) -> None:
         """out = the sum of the ranks' x, or out += it."""
 
+    def takes_rows(self, residual: Tensor) -> bool:
+        """Whether `add_normed` takes it."""
+
+    def add_normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """residual += the norm of the sum of the ranks' x."""
+
     def takes_parts(self, residual: Tensor) -> bool:
         """Whether `add_parts` takes it."""
 
-    def add_parts(self, residual: Tensor, rows: Callable[[int, int], Tensor]) -> None:
-        """residual += the sum of the ranks' rows begin .. end - 1, part by part."""
+    def add_parts(self, residual: Tensor, rows: Callable[[int, int], Tensor], norm: Norm) -> None:
+        """residual += the sum of the ranks' rows begin .. end - 1, or its norm, part by part."""
 
 
 class Group:
@@ -39,6 +49,7 @@ class Group:
         here: number of the rank among those of its host, and how many these are; None: all are.
 
     Attributes:
+        backend: the process group, of torch.distributed.
         fast: sums on GPUs of one host; None: the process group makes them.
     """
 
@@ -49,7 +60,7 @@ class Group:
         ranks: Any = None,
         here: tuple[int, int] | None = None,
     ) -> None:
-        self.rank, self.size, self._ranks = rank, size, ranks
+        self.rank, self.size, self.backend = rank, size, ranks
         self.local, self.size_here = here or (rank, size)
         self.fast: FastSums | None = None
 
@@ -72,7 +83,7 @@ class Group:
                 out = torch.empty_like(x)
                 self.fast.sum(x, out)
                 return out
-            self._ranks.allreduce([x]).wait()
+            self.backend.allreduce([x]).wait()
             return x
         first, *others = self.gathered(x).unbind()
         total = first.float()
@@ -80,21 +91,35 @@ class Group:
             total = total + other.float()
         return total.to(x.dtype)
 
-    def add_product(self, residual: Tensor, x: Tensor, product: Callable[[Tensor], Tensor]) -> None:
-        """residual [T, H] += the sum of the ranks' product(x), in place.
+    def add_product(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        product: Callable[[Tensor], Tensor],
+        norm: Norm = None,
+    ) -> bool:
+        """residual [T, H] += the sum of the ranks' product(x), or its norm, in place.
 
         Args:
             residual: contiguous.
             x: [T, K].
             product: gives [n, H] of some rows of x, each by itself.
+            norm: the sum goes through it first.
+        Returns:
+            False: nothing was done, the process group must sum.
         """
         fast = self.fast if residual.is_contiguous() else None
-        if fast is not None and fast.takes(residual):
+        if fast is None:
+            return False
+        if norm is None and fast.takes(residual):
             fast.sum(product(x).contiguous(), residual, add=True)
-        elif fast is not None and len(x) and fast.takes_parts(residual):
-            fast.add_parts(residual, lambda begin, end: product(x[begin:end]).contiguous())
+        elif norm is not None and fast.takes_rows(residual):
+            fast.add_normed(product(x).contiguous(), residual, *norm)
+        elif len(x) and fast.takes_parts(residual):
+            fast.add_parts(residual, lambda begin, end: product(x[begin:end]).contiguous(), norm)
         else:
-            residual += self.sum(product(x))
+            return False
+        return True
 
     def gathered(self, x: Tensor) -> Tensor:
         """The ranks' x, one shape [..] and dtype, stacked: [ranks, ..]."""
@@ -102,34 +127,34 @@ class Group:
             return x.unsqueeze(0)
         every = x.new_empty(self.size, *x.shape)
         if x.numel():
-            self._ranks._allgather_base(every.view(-1), x.reshape(-1)).wait()
+            self.backend._allgather_base(every.view(-1), x.reshape(-1)).wait()
         return every
 
     def of_rank(self, x: Tensor | None, rank: int, device: torch.device) -> Tensor:
         """A tensor that one rank has and whose shape the others, which give None, do not know."""
         about = [] if x is None else [DTYPES.index(x.dtype), *x.shape]
         head = torch.tensor([*about, *[-1] * (MOST_AXES + 1 - len(about))], device=device)
-        self._ranks.broadcast(head, rank).wait()
+        self.backend.broadcast(head, rank).wait()
         if x is None:
             number, *shape = (size for size in head.tolist() if size >= 0)
             x = torch.empty(shape, dtype=DTYPES[number], device=device)
         x = x.contiguous()
-        self._ranks.broadcast(x, rank).wait()
+        self.backend.broadcast(x, rank).wait()
         return x
 
     def of_first(self, x: Tensor) -> Tensor:
         """What rank 0 has, written to every other rank's x of the same shape and dtype."""
         if not self.alone and x.numel():
-            self._ranks.broadcast(x, 0).wait()
+            self.backend.broadcast(x, 0).wait()
         return x
 
     def send(self, x: Tensor, rank: int) -> None:
         """Send a contiguous tensor to a rank, which receives it at this place of its calls."""
-        self._ranks.send([x.view(torch.uint8)], rank, 0).wait()
+        self.backend.send([x.view(torch.uint8)], rank, 0).wait()
 
     def receive(self, x: Tensor, rank: int) -> None:
         """Fill a contiguous tensor with what a rank sends."""
-        self._ranks.recv([x.view(torch.uint8)], rank, 0).wait()
+        self.backend.recv([x.view(torch.uint8)], rank, 0).wait()
 
     def least(self, number: int, device: torch.device) -> int:
         """The smallest of the ranks' numbers."""

@@ -89,8 +89,19 @@ class Linear(nn.Module):
         """
         if self.group.alone:
             return self.scheme.add_to(self, residual, x, norm)
-        self.group.add_product(residual, x, lambda rows: self.scheme.product(self, rows, None))
+        if not self.group.add_product(residual, x, self._product):
+            residual += self(x)
         return None
+
+    def add_normed_to(self, residual: Tensor, x: Tensor, norm: RMSNorm) -> None:
+        """residual [T, out] += the norm of what `forward` gives for x [T, in], in place."""
+        given = norm.weight, norm.eps
+        if self.group.alone or not self.group.add_product(residual, x, self._product, given):
+            norm.add_to(residual, self(x))
+
+    def _product(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum."""
+        return self.scheme.product(self, x, None)
 
 
 class Experts(NamedTuple):

@@ -93,7 +93,10 @@ class Residual:
         """
         self._normed, normed = None, None
         if own_norm is not None:
-            own_norm.add_to(self.x, delta.value() if isinstance(delta, Product) else delta)
+            if isinstance(delta, Product):
+                delta.linear.add_normed_to(self.x, delta.x, own_norm)
+            else:
+                own_norm.add_to(self.x, delta)
         elif isinstance(delta, Product):
             normed = delta.linear.add_to(self.x, delta.x, next_norm)
         elif next_norm is not None:

@@ -6,6 +6,7 @@ symmetric.py. Multicast is not used.
 
 from __future__ import annotations
 
+import ast
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.allreduce.kernels import (
+    add_normed_words_kernel,
     add_received_kernel,
     announce_kernel,
     await_free_kernel,
@@ -28,14 +30,17 @@ WORDS = 1 << 18
 """Of 4 bytes: the largest tensor that is exchanged in words, which take twice its bytes."""
 BLOCK = 256
 """Words of a program."""
+ROW_WORDS = 4096
+"""Of the longest row that is normed on the way."""
 PARTS, PART_BYTES = 4, 1 << 24
 """Parts of a large tensor that are on their way at once, and the largest of them: 2,048 tokens of
 4,096 numbers of 2 bytes, as many as keep a product busy."""
-ADDED = 4096
-"""Numbers of a program that adds a part."""
 FLAGS_BYTES, FREED = 256, 32
 """Memory of a slot's two counts of int32, and where the second begins: in a cache line of its
 own."""
+
+
+Norm = tuple[Tensor, float] | None
 
 
 class PeerSums:
@@ -60,21 +65,30 @@ class PeerSums:
         self._inbox = memory[:inbox].view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(WORDS // BLOCK, dtype=torch.int32, device=device)
+        self._row_epochs = torch.zeros(WORDS // ROW_WORDS, dtype=torch.int32, device=device)
         self._parts: _Parts | None = None
         if peer is not None:
             far = addresses[1 - rank] + inbox
             self._parts = _Parts(rank, memory[inbox:], peer[inbox:], far)
 
     @classmethod
-    def of(cls, store: Any, rank: int, ranks: int, device: torch.device) -> PeerSums | None:
+    def of(
+        cls, store: Any, backend: Any, rank: int, ranks: int, device: torch.device
+    ) -> PeerSums | None:
         """That of a group whose ranks are all on this host; None where memory is not shared. All
-        ranks call it. store: theirs, of torch.distributed."""
-        try:
-            memory, addresses, peer = _shared(store, rank, ranks, device)
-        except (RuntimeError, ImportError, AttributeError) as error:
-            log.warning("no memory is shared between ranks, sums go through NCCL: %s", error)
-            return None
-        return cls(rank, ranks, memory, addresses, peer)
+        ranks call it.
+
+        Args:
+            store, backend: theirs, of torch.distributed.
+        """
+        for shared in (_shared, _opened):
+            try:
+                memory, addresses, peer = shared(store, backend, rank, ranks, device)
+            except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+                log.warning("ranks do not share memory by %s: %s", shared.__name__, error)
+                continue
+            return cls(rank, ranks, memory, addresses, peer)
+        return None
 
     def takes(self, x: Tensor) -> bool:
         """Whether `sum` takes a tensor."""
@@ -108,20 +122,57 @@ class PeerSums:
             **pdl_option(pdl),
         )
 
+    def takes_rows(self, residual: Tensor) -> bool:
+        """Whether `add_normed` takes a stream."""
+        size = residual.shape[1] * residual.element_size()
+        few = 0 < len(residual) <= len(self._row_epochs)
+        return few and size <= 4 * ROW_WORDS and size % 4 == 0 and residual.element_size() in (2, 4)
+
+    def add_normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        """residual += rmsnorm(the sum of the ranks' x), in float32, rounded once.
+
+        Args:
+            x, residual: [T, H] float32, bfloat16 or float16, contiguous, that `takes_rows`.
+            weight, eps: of the norm.
+        """
+        words, pdl = x.shape[1] * x.element_size() // 4, gpu.supports_pdl(x.device)
+        block = gpu.next_power_of_2(words)
+        add_normed_words_kernel[(len(x),)](
+            x=x.view(-1).view(torch.int32),
+            residual=residual,
+            weight=weight,
+            inbox=self._inbox,
+            addresses=self._addresses,
+            epochs=self._row_epochs,
+            begin=2 * self.ranks * WORDS,
+            row_words=words,
+            capacity=WORDS,
+            eps=eps,
+            RANK=self.rank,
+            RANKS=self.ranks,
+            BLOCK=block,
+            NUMBERS=4 // x.element_size(),
+            STRIDE=ROW_WORDS,
+            PDL=pdl,
+            num_warps=max(1, min(16, block // 128)),
+            **pdl_option(pdl),
+        )
+
     def takes_parts(self, residual: Tensor) -> bool:
         """Whether `add_parts` takes a stream."""
         return self._parts is not None and residual[0].nbytes <= PART_BYTES
 
-    def add_parts(self, residual: Tensor, rows: Callable[[int, int], Tensor]) -> None:
-        """residual [T, H] += the sum of both ranks' `rows`, part by part: while one travels the
-        next is computed.
+    def add_parts(self, residual: Tensor, rows: Callable[[int, int], Tensor], norm: Norm) -> None:
+        """residual [T, H] += the sum of both ranks' `rows`, or its norm, part by part: while one
+        travels the next is computed.
 
         Args:
             residual: contiguous.
             rows: gives rows begin .. end - 1 of what is added, contiguous.
+            norm: weight and eps; None: none.
         """
         assert self._parts is not None
-        self._parts.add(residual, rows)
+        self._parts.add(residual, rows, norm)
 
 
 class _Slot(NamedTuple):
@@ -186,7 +237,7 @@ class _Parts:
                 )
             )
 
-    def add(self, residual: Tensor, rows: Callable[[int, int], Tensor]) -> None:
+    def add(self, residual: Tensor, rows: Callable[[int, int], Tensor], norm: Norm) -> None:
         """See `PeerSums.add_parts`."""
         tokens, most = len(residual), PART_BYTES // residual[0].nbytes
         at_once = -(-tokens // -(-tokens // most))
@@ -197,10 +248,10 @@ class _Parts:
             slot = self._slots[number % PARTS]
             part = self._send(slot, residual[begin:end], rows(begin, end), main)
             if on_way is not None:
-                self._receive(on_way, main)
+                self._receive(on_way, main, norm)
             on_way = part
         if on_way is not None:
-            self._receive(on_way, main)
+            self._receive(on_way, main, norm)
 
     def _send(self, slot: _Slot, residual: Tensor, own: Tensor, main: torch.cuda.Stream) -> _Part:
         self._beside.wait_stream(main)
@@ -211,24 +262,30 @@ class _Parts:
             announced = self._beside.record_event()
         return _Part(slot, residual, own, announced)
 
-    def _receive(self, part: _Part, main: torch.cuda.Stream) -> None:
+    def _receive(self, part: _Part, main: torch.cuda.Stream, norm: Norm) -> None:
         # The programs that wait for the other rank's part fill the device: what tells it that this
         # one's is there must have run.
         main.wait_event(part.announced)
         slot, own = part.slot, part.own
         its = _like(slot.arriving, own)
         first, second = (own, its) if self._rank == 0 else (its, own)
-        add_received_kernel[(-(-own.numel() // ADDED),)](
+        weight, eps = norm or (own, 0.0)
+        width = own.shape[1]
+        block = gpu.next_power_of_2(width)
+        add_received_kernel[(len(own),)](
             residual=part.residual,
             first=first,
             second=second,
+            weight=weight,
             ready=slot.ready,
             taken=slot.taken,
             arrived=slot.arrived,
             freed=slot.its_freed,
-            numbers=own.numel(),
-            BLOCK=ADDED,
-            num_warps=8,
+            width=width,
+            eps=eps,
+            BLOCK=block,
+            NORMED=norm is not None,
+            num_warps=gpu.warps_for(block),
         )
 
 
@@ -243,26 +300,65 @@ def memory_bytes(ranks: int) -> int:
 
 
 def _inbox_bytes(ranks: int) -> int:
-    return 2 * ranks * WORDS * 8
+    """Of words and of rows."""
+    return 2 * 2 * ranks * WORDS * 8
 
 
 def _shared(
-    store: Any, rank: int, ranks: int, device: torch.device
+    store: Any, backend: Any, rank: int, ranks: int, device: torch.device
 ) -> tuple[Tensor, list[int], Tensor | None]:
     """Memory of this rank, addresses of that of all, and that of the other rank of two."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+    import torch._C._distributed_c10d as module
 
-    size = memory_bytes(ranks)
-    name = "cairn"
-    _SymmetricMemory.set_group_info(name, rank, ranks, store)
-    memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
-    handle = _SymmetricMemory.rendezvous(memory, name)
-    memory.zero_()
-    torch.cuda.synchronize(device)
+    c10d: Any = module
+    name, size = "cairn", memory_bytes(ranks)
+    # It looks a group up by its name; those that this package makes have none.
+    group = c10d.ProcessGroup(store, rank, ranks)
+    group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, backend)
+    group._set_group_name(name)
+    c10d._register_process_group(name, group)
+    symmetric = c10d._SymmetricMemory
+    symmetric.set_group_info(name, rank, ranks, store)
+    memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
+    handle = symmetric.rendezvous(memory, name)
     peer = None
     if ranks == 2:
         peer = handle.get_buffer(1 - rank, (size,), torch.uint8)
-    # Nobody writes before all have cleared.
+    _clear(memory, store, rank, ranks)
+    return memory, [int(address) for address in handle.buffer_ptrs], peer
+
+
+def _opened(
+    store: Any, backend: Any, rank: int, ranks: int, device: torch.device
+) -> tuple[Tensor, list[int], Tensor | None]:
+    """The same by CUDA's handles; nothing but words is exchanged so."""
+    memory = torch.empty(memory_bytes(ranks), dtype=torch.uint8, device=device)
+    store.set(f"handle/{rank}", repr(memory.untyped_storage()._share_cuda_()))
+    addresses, kept = [], []
+    for other in range(ranks):
+        if other == rank:
+            addresses.append(memory.data_ptr())
+            continue
+        given = ast.literal_eval(store.get(f"handle/{other}").decode())
+        storage = torch.UntypedStorage._new_shared_cuda(*given)
+        far = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        # Copies in both directions have torch open the devices to each other.
+        near = torch.zeros(16, dtype=torch.uint8, device=device)
+        near.copy_(far[:16])
+        far[:16].copy_(near)
+        addresses.append(far.data_ptr())
+        kept.append(far)
+    torch.cuda.synchronize()
+    store.set(f"opened/{rank}", "")
+    store.wait([f"opened/{other}" for other in range(ranks)])
+    _clear(memory, store, rank, ranks)
+    memory.peers = kept  # type: ignore[attr-defined]
+    return memory, addresses, None
+
+
+def _clear(memory: Tensor, store: Any, rank: int, ranks: int) -> None:
+    """Nobody writes before all have cleared their memory."""
+    memory.zero_()
+    torch.cuda.synchronize(memory.device)
     store.set(f"cleared/{rank}", "")
     store.wait([f"cleared/{other}" for other in range(ranks)])
-    return memory, [int(address) for address in handle.buffer_ptrs], peer

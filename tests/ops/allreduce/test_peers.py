@@ -72,13 +72,43 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     xs = [torch.randn(50, 256, device=DEVICE).bfloat16() for _ in ranks]
     streamed = torch.randn(50, 256, device=DEVICE).bfloat16()
     wanted, found = streamed, [streamed.clone(), streamed.clone()]
-    for _ in range(3):
-        wanted = (xs[0].float() + xs[1].float() + wanted.float()).bfloat16()
+    norms = [None, (torch.randn(256, device=DEVICE).bfloat16(), 1e-6), None]
+    for norm in norms:
+        wanted = added(xs, wanted, norm)
     torch.cuda.synchronize()
     for rank, stream in enumerate(streams):
         with torch.cuda.stream(stream):
-            for _ in range(3):
-                ranks[rank].add_parts(found[rank], lambda a, b, x=xs[rank]: x[a:b].clone())
+            for norm in norms:
+                ranks[rank].add_parts(found[rank], lambda a, b, x=xs[rank]: x[a:b].clone(), norm)
     torch.cuda.synchronize()
-    for each in found:
-        assert torch.equal(each, wanted)
+    assert torch.equal(*found)
+    assert torch.allclose(found[0].float(), wanted.float(), rtol=1e-2, atol=1e-2)
+
+
+def added(xs, residual, norm):
+    total = xs[0].float() + xs[1].float()
+    if norm is not None:
+        total = torch.nn.functional.rms_norm(total, total.shape[1:], norm[0].float(), norm[1])
+    return (total + residual.float()).to(residual.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_normed_on_the_way(dtype: torch.dtype) -> None:
+    """Rows of two widths in turn."""
+    ranks, streams = two_ranks(), [torch.cuda.Stream(), torch.cuda.Stream()]
+    cases = []
+    for tokens, width in ((1, 4096), (5, 96), (3, 4096), (64, 200), (1, 96)):
+        xs = [torch.randn(tokens, width, device=DEVICE).to(dtype) for _ in ranks]
+        norm = torch.randn(width, device=DEVICE).to(dtype), 1e-6
+        cases.append((xs, [torch.ones_like(xs[0]) for _ in ranks], norm))
+        assert ranks[0].takes_rows(xs[0])
+    torch.cuda.synchronize()
+    for rank, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            for xs, found, norm in cases:
+                ranks[rank].add_normed(xs[rank], found[rank], *norm)
+    torch.cuda.synchronize()
+    for xs, found, norm in cases:
+        assert torch.equal(*found)
+        wanted = added(xs, torch.ones_like(xs[0]), norm)
+        assert torch.allclose(found[0].float(), wanted.float(), rtol=1e-2, atol=1e-2)
