@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -9,19 +10,28 @@ import numpy as np
 import pytest
 import torch
 
+from cairn.attention.base import StepPlan
 from cairn.attention.hsa import HsaBackend
+from cairn.attention.inputs import HilsInputs
 from cairn.cache.frames import FrameMap
 from cairn.engine.build import Built
 from cairn.errors import BadConfig, OutOfMemory
 from cairn.ops.registry import force
-from tests.engine.harness import assert_same, greedy, poison, run, text
-from tests.engine.test_families import build, expect_each_as_alone, prompts_of, serve
+from cairn.runner import runner
+from cairn.specs.hils import HilsSpec
+from tests.engine.harness import assert_same, engine, greedy, poison, run, text
+from tests.engine.test_families import DATA, build, expect_each_as_alone, prompts_of, serve
 from tests.support import shows
 
 LANDMARKS = ("landmarks", "landmarks and windows")
 TIER: dict[str, Any] = {"kv_host_memory": "2MiB", "kv_host_tier": True}
 ON_GPU: dict[str, Any] = {"device": "cuda", "disable_cuda_graph": True}
 gpu = pytest.mark.gpu
+
+
+def as_on_a_gpu(self: HsaBackend, spec: HilsSpec, inputs: HilsInputs, plan: StepPlan) -> bool:
+    """`HsaBackend._few` without the question for the device."""
+    return len(inputs.q) <= spec.local_window
 
 
 def tiered(family: str, count: int, **options: Any) -> Built:
@@ -71,18 +81,22 @@ def test_a_random_schedule_with_few_frames_gives_what_requests_give_alone(
 
 
 def test_steps_of_few_queries_read_host_memory_in_place(monkeypatch) -> None:
-    """As on a GPU: what they have selected comes into frames behind the last layer, also where a
-    rehearsal runs few layers."""
+    """As on a GPU: what they have selected comes into frames behind the last layer."""
 
-    def few(self, spec, inputs, plan) -> bool:
-        return len(inputs.q) <= spec.local_window
-
-    monkeypatch.setattr(HsaBackend, "_few", few)
+    monkeypatch.setattr(HsaBackend, "_few", as_on_a_gpu)
     built = tiered("landmarks", 70)
-    with built.runner.model.abridged(built.runner.backends.names):
-        run(built, [text(1, 90, built.spec.vocab_size)], greedy(3))
-    built.core.cache.reset()
     expect_alone(built, build("landmarks", enable_prefix_caching=False), seed=2)
+
+
+def test_a_rehearsal_leaves_out_layers_with_frames(monkeypatch) -> None:
+    """It runs the first of each kind and the last, and ops check their arguments, as on a GPU."""
+    monkeypatch.setattr(HsaBackend, "_few", as_on_a_gpu)
+    monkeypatch.setattr(runner, "unchecked", contextlib.nullcontext)
+    built = engine(str(DATA / "hils" / "qwen_rope_fullrank"), kv_cache_memory="16MiB", **TIER)
+    assert len(built.spec.layers) == 3
+    with built.runner.model.abridged(built.runner.backends.names):
+        run(built, [text(1, 60, built.spec.vocab_size)], greedy(2))
+    assert all(built.runner.pools.frame_traffic())
 
 
 def same_schedule(engines: list[Built]) -> None:
