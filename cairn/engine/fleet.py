@@ -64,7 +64,7 @@ class Replica:
 
 
 class Fleet:
-    """Replicas, with the face of one EngineClient.
+    """Replicas, with the interface of one EngineClient.
 
     Every prompt goes to one replica with all its continuations, see `Router`. Requests without a
     seed get the one that a single engine would give them, so which replica serves a request changes

@@ -14,7 +14,8 @@ class Brancher(Protocol):
     """Knows other continuations."""
 
     def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
-        """Up to `count` of them, no longer than the guesses; no two begin alike, nor as these."""
+        """Up to `count` of them, no longer than the guesses. Their first tokens differ from each
+        other and from the guesses'."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -272,15 +272,15 @@ class DecodeGraphs:
         return Replayed(output, trip, draws, kind.guessing)
 
     def answer(self, replayed: Replayed, tokens: Tensor) -> None:
-        """Queue the tokens [n] int64 that are chosen from the logits of the step run last to where
-        a graph would have put them."""
+        """Queue a copy of the tokens [n] int64, chosen from the last step's logits, to where graphs
+        that choose put theirs."""
         rows, _ = self._ends(tokens, replayed.guessing)
         self._lines.answer(tokens, self.place.rows.last_token, rows)
         replayed.trip.returns(len(tokens))
 
     def prepare_next(self) -> bool:
-        """Capture one more kind of those that most steps need; False: there is none. The largest
-        are first: the others find their memory."""
+        """Capture the next of the kinds that most steps need; False: all are there. The largest are
+        first, so that the others reuse their memory."""
         if self._ahead is None:
             endings = (Ending.GREEDY, Ending.DRAW) if self.place.alone else (Ending.LOGITS,)
             ahead = (k for k in self.kinds() if k.ending in endings)
@@ -301,7 +301,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Run every graph's kernels once on padding."""
+        """Run the steps of all graphs on padding, without a capture."""
         for kind in self.kinds():
             self._run(kind, True)
 
@@ -318,12 +318,13 @@ class DecodeGraphs:
         return captured
 
     def _closing(self, bucket: int) -> int:
-        """Pages that a step of this bucket may complete: each takes two of its slots where the end
-        of a page holds no token."""
+        """Most pages that a step of this bucket completes. With landmarks each takes two slots, the
+        last token's and the landmark's."""
         return max(1, bucket // 2) if self.place.rows.slots.landmarks else bucket
 
     def _step(self, bucket: int, guessing: bool) -> tuple[Step, Tensor]:
-        """The step as the model reads it, from the memory that stays; and where its tokens lie."""
+        """The step that graphs of this bucket read from fixed buffers, and the index of each row's
+        token in it [bucket]."""
         place, rows, width = self.place, self.place.rows, _whole(bucket)
         slots, spare = rows.slots, place.spare_locations
         lines = ops.decode_slots(
@@ -393,8 +394,8 @@ class DecodeGraphs:
         return lines_of(logits, tokens) if ending is Ending.REPORT else tokens
 
     def _ends(self, tokens: Tensor, guessing: bool) -> tuple[Tensor, Tensor | None]:
-        """[n] int64, whose last token each of the tokens [n] is, the number of padding where it is
-        none; and how many tokens of that row count [n] int64, None: one."""
+        """The row [n] int64 whose last token each of the tokens [n] is, or the padding row, and how
+        many tokens of that row count [n] int64; None: one."""
         rows = self._device[0, : len(tokens)]
         if not guessing:
             return rows, None
@@ -403,7 +404,7 @@ class DecodeGraphs:
         return ends, counts
 
     def _draws(self, count: int) -> list[Tensor]:
-        """How the first rows draw, where graphs read it."""
+        """The sampling parameters of the first `count` rows, in the graphs' buffers."""
         return [
             line.view(torch.float32)[:count] if name in FLOATS else line[:count]
             for name, line in zip(Draws._fields, self._device[ROW_LINES + 2 :], strict=True)

@@ -1,8 +1,7 @@
 """Measures the memory of steps on a GPU beside weights and pages, by running the largest ones.
 
-Keys and values go to a few pages that all rows share and that are dropped afterwards, so what the
-steps compute means nothing. What they take in memory depends on their slots and on the width of the
-page table, and both are those of the engine to come.
+All rows share a few temporary pages, so the results are meaningless. The memory of a step depends
+on its number of slots and on the width of the page table, which are those of the engine.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ CONTEXT = 1 << 16
 """Steps run after at most this many tokens: what they take does not grow behind it, their time
 would."""
 FRAGMENTS = 32 << 20
-"""Bytes: of what is free between weights while steps are measured, small tensors of pages take some
-later, and leave pieces that no step may fit into."""
+"""Bytes added to the activations: measured steps use free blocks between the weights that small
+tensors of the page pools break up later."""
 SMALL = 6
-"""Small graphs of prefills that are measured."""
+"""How many of the smallest prefill graphs are captured to measure what one takes."""
 TARGETS = 256
 """Prompt log-probabilities that the largest prefill step reports."""
 
@@ -177,8 +176,8 @@ def _first(runner: Runner, steps: Steps) -> list[StepPlan]:
 
 
 def _largest(shape: RunnerShape, steps: Steps) -> list[StepPlan]:
-    """The largest steps of every kind. Fewer slots can take more, where kernels for few tokens hold
-    what others do not; and so can slots of many rows."""
+    """The largest steps of every kind. A step of fewer slots can take more memory, as kernels for
+    few tokens have larger workspaces; so can one of many rows."""
     plans = [prefill_step(shape, steps, targets=TARGETS)]
     for halved in range(steps.slots.bit_length()):
         part = replace(steps, slots=steps.slots >> halved)
@@ -189,12 +188,12 @@ def _largest(shape: RunnerShape, steps: Steps) -> list[StepPlan]:
 def prefill_step(
     shape: RunnerShape, steps: Steps, *, spread: bool = False, targets: int = 0
 ) -> StepPlan:
-    """So many slots, the last ones of as few rows as that takes.
+    """A prefill of `steps.slots` slots that end the longest sequences, in as few rows as possible.
 
     Args:
         shape: of the runner.
         steps: how many slots, and the longest sequence.
-        spread: of as many rows as there are, instead.
+        spread: divide them among all rows instead.
         targets: prompt log-probabilities to report, at most.
     """
     slots, longest = shape.slots, min(steps.longest, max(CONTEXT, steps.slots))
@@ -224,7 +223,7 @@ def decode_step(
     Args:
         shape: of the runner.
         longest: user tokens of the longest sequence.
-        eager: no graph can run it, and EVERYTHING is asked of it.
+        eager: rows are sampled by EVERYTHING, which no graph does.
         rows: how many, none of which fills a page; None: all, and each fills its page.
         params: by which rows are sampled where a graph runs them.
     """
@@ -279,8 +278,8 @@ def _run(runner: Runner, plan: StepPlan) -> None:
 
 
 def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
-    """Bytes that all graphs keep: they share the memory of the largest ones, of prefills, of draws,
-    of reports and of guesses, and what another one adds is that of a small one."""
+    """Bytes that all graphs keep. They share a pool: the largest graph of each kind (prefill,
+    guesses, draws, reports) adds its own memory, every other graph as much as a small one."""
     decoding, prefilling = runner.graphs, runner.prefill_graphs
     assert decoding is not None and prefilling is not None
     free = [_free(device)]
@@ -312,7 +311,7 @@ def _graph_bytes(runner: Runner, steps: Steps, device: torch.device) -> int:
 
 
 def _reserved(device: torch.device) -> int:
-    """Bytes that torch holds once it has given back what nobody uses."""
+    """Bytes that torch's allocator holds after freeing its unused blocks."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

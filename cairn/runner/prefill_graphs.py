@@ -39,8 +39,8 @@ MORE_PAGES = 16
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Numbers of slots that graphs are captured for, the last of them `most` or a few more. Less
-    than SMALLEST slots are padding, or than a fifth of a bucket, of a large one than a ninth."""
+    """Numbers of slots that graphs are captured for, the last of them `most` or a few more. Padding
+    is less than SMALLEST slots or a fifth of the bucket, from LARGE slots on a ninth."""
     found = [SMALLEST]
     while found[-1] < most:
         octave = 1 << found[-1].bit_length() - 1
@@ -121,7 +121,7 @@ class PrefillGraphs:
         return self._captured[kind].replay(count)
 
     def kinds(self) -> list[Kind]:
-        """All that there can be, the largest first: the others find its memory."""
+        """All kinds, the largest first, so that the others reuse its memory."""
         num_rows = len(self._place.rows.page_tables[0])
         chunked = [
             Kind(bucket, cuts)
@@ -132,7 +132,7 @@ class PrefillGraphs:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Queue what each graph there can be would hold, of padding alone."""
+        """Run the steps of all graphs on padding, without a capture."""
         for kind in self.kinds():
             self._buffers.write(None, kind.slots)
             self._run(kind, True)
@@ -156,7 +156,7 @@ class PrefillGraphs:
         log.info("captured steps of %d slots in %.2f s", kind.slots, time.perf_counter() - began)
 
     def prepare_next(self) -> bool:
-        """Capture the largest kind that has not been; False: there is none."""
+        """Capture the largest kind that is missing; False: none is."""
         if self._ahead is None:
             self._ahead = self.kinds()[::-1]
         while self._ahead:
@@ -171,7 +171,7 @@ class PrefillGraphs:
         return min(bucket, bucket // self._place.rows.slots.page_size + MORE_PAGES)
 
     def _run(self, kind: Kind, rehearsal: bool) -> Tensor:
-        """The step as it stands in the buffers; a rehearsal is no different."""
+        """Run the model on the step in the buffers, in a rehearsal too."""
         rows = self._place.rows
         fields = self._buffers.fields(kind.slots, self._closing(kind.slots))
         fields = fields._replace(ids=filled(fields.ids, fields.row, rows.last_token))

@@ -71,8 +71,8 @@ class StepModel(Protocol):
         an encoder."""
 
     def abridged(self, backends: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        """Within, steps run every kernel of the model, whose layers have these backends, for
-        nothing."""
+        """Within, steps run one block of each kind, with these backends by layer: every kernel of
+        the model, with meaningless results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,8 @@ class Runner:
         return launched.result()
 
     def rehearse(self, plans: Sequence[StepPlan]) -> None:
-        """Queue what graphs would hold, and steps without graphs: every kernel, for nothing."""
+        """Run the steps of all graphs on padding, and plans without graphs, with one block of each
+        kind: every kernel is launched, and the results are dropped."""
         graphs = self.graphs, self.prefill_graphs
         with self.model.abridged(self.backends.names):
             for some in graphs:
