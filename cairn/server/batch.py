@@ -191,7 +191,7 @@ async def _asked(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[bytes,
     async def receive() -> Message:
         nonlocal sent
         if sent:
-            # Nobody disconnects.
+            # A client that never disconnects.
             await asyncio.Event().wait()
         sent = True
         return {"type": "http.request", "body": body, "more_body": False}

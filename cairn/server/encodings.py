@@ -13,7 +13,7 @@ Decode = Callable[[bytes, int], bytes]
 
 
 def _gunzip(body: bytes, size: int) -> bytes:
-    """The first `size` bytes of what gzip members hold."""
+    """The first `size` decompressed bytes of a sequence of gzip members."""
     with gzip.GzipFile(fileobj=io.BytesIO(body)) as file:
         return file.read(size)
 
@@ -58,7 +58,7 @@ def decoders(header: str) -> list[tuple[str, Decode]]:
 
 
 def decoded(body: bytes, steps: list[tuple[str, Decode]], limit: int) -> bytes:
-    """A body as it was before it was compressed.
+    """A decompressed body.
 
     Raises:
         HTTPException: 400, it is not what its Content-Encoding says; 413, it is longer than `limit`

@@ -148,7 +148,7 @@ def _hint_at(path: str) -> str | None:
 
 
 async def on_gone(request: Request, error: Exception) -> Response:
-    """Handler of clients that went away; nobody reads this answer, logs and metrics show it."""
+    """Handler of disconnected clients: the status is seen in logs and metrics alone."""
     return Response(status_code=CLIENT_GONE)
 
 

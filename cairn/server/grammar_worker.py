@@ -19,7 +19,7 @@ from cairn.types import Grammar
 
 
 def begin(vocabulary: bytes) -> Work:
-    """A compiler for the vocabulary, as what gives verdicts."""
+    """The function that checks grammars for the vocabulary: b"", or why one is refused."""
     compiler = GrammarCompiler(msgspec.msgpack.decode(vocabulary, type=Vocabulary))
 
     def verdict(message: bytes) -> bytes:

@@ -173,5 +173,5 @@ def _too_long(size: str, limit: int) -> HTTPException:
 
 
 def _last(status: int, detail: str) -> HTTPException:
-    """The last answer of its connection: bytes that nobody will read are on their way."""
+    """An error that closes the connection: the rest of the request body is not read."""
     return HTTPException(status, detail, {"Connection": "close"})

@@ -35,14 +35,14 @@ class Files(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Why something cannot be read, and what to do."""
+    """Why an item cannot be read, and what to do."""
 
     message: str
     hint: str | None
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
-    """What was made of it."""
+    """The prepared item."""
 
     item: Prepared
 
@@ -51,7 +51,7 @@ Answer = Refused | Made
 
 
 def begin(first: bytes) -> Work:
-    """What answers the messages."""
+    """The function that prepares the items of a message."""
     setting = msgspec.msgpack.decode(first, type=Setting)
 
     def work(message: bytes) -> bytes:

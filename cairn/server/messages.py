@@ -162,7 +162,7 @@ def _said(role: str, content: Content) -> dict[str, Any]:
 
 
 def _said_in(content: str | Sequence[TextBlock | ImageBlock]) -> Content:
-    """As a chat has it: parts where there are images, else one text."""
+    """Content of a chat message: a list of parts if there are images, else a string."""
     if isinstance(content, str) or not any(isinstance(block, ImageBlock) for block in content):
         return _text(content)
     return [

@@ -131,7 +131,7 @@ def _said(role: str, content: Content) -> dict[str, Any]:
 
 
 def _content(content: str | Sequence[InputText | OutputText | InputImage]) -> Content:
-    """As a chat has it: parts where there are images, else one text."""
+    """Content of a chat message: a list of parts if there are images, else a string."""
     if isinstance(content, str):
         return content
     if any(isinstance(part, InputImage) for part in content):

@@ -35,7 +35,7 @@ def unpacked(answer: bytes) -> str:
 
 
 def begin(_: bytes) -> Work:
-    """What renders; the first text takes no longer than the others."""
+    """The function that renders, after one empty rendering that imports what the first needs."""
     render(
         TemplateInput(
             template="",
