@@ -37,6 +37,9 @@ would."""
 FRAGMENTS = 32 << 20
 """Bytes added to the activations: measured steps use free blocks between the weights that small
 tensors of the page pools break up later."""
+MOST_KEPT = 1 << 30
+"""Bytes of kernels and libraries' workspaces, at most: if more has gone, or some has come, another
+process changed what was measured."""
 SMALL = 6
 """How many of the smallest prefill graphs are captured to measure what one takes."""
 TARGETS = 256
@@ -92,15 +95,16 @@ def measured(
     device: torch.device,
 ) -> Measured:
     """`measure`, or what it found the last time, from a note beside the compiled kernels: for the
-    same arguments, sources, versions and kind of device. Then nothing is kept yet."""
+    same arguments, sources, versions and kind of device. Then nothing is kept yet. A measurement
+    that another process disturbed is not noted."""
     note = note_of((spec, shape, steps, form), device)
     with contextlib.suppress(OSError, ValueError, TypeError):
         if note is not None:
             return Measured(**json.loads(note.read_text()))
     free = _free(device)
     found = measure(model, spec.mixers, shape, steps, form, device)
-    if note is not None:
-        kept = max(0, free - _free(device))
+    kept = free - _free(device)
+    if note is not None and 0 <= kept <= MOST_KEPT:
         with contextlib.suppress(OSError):
             note.write_text(json.dumps(asdict(replace(found, kept=kept))))
     return found

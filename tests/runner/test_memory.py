@@ -134,7 +134,7 @@ def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, options, ran):
 
 def test_what_was_measured_is_noted(tmp_path, monkeypatch):
     """The next engine measures nothing, but counts what will stay in use."""
-    note, free = tmp_path / "note.json", [100, 93, 93, 80]
+    note, free = tmp_path / "note.json", [100, 110, 100, 93, 93, 80]
     subjects: list[object] = []
     monkeypatch.setattr(memory, "note_of", lambda subject, device: subjects.append(subject) or note)
     monkeypatch.setattr(memory, "_free", lambda device: free.pop(0))
@@ -142,10 +142,13 @@ def test_what_was_measured_is_noted(tmp_path, monkeypatch):
     spec = SimpleNamespace(mixers=())
     given = (None, spec, "shape", "steps", "form", "device")
     assert memory.measured(*given) == Measured(5, 6, 0)
+    # Somebody else gave memory back meanwhile.
+    assert not note.exists()
+    assert memory.measured(*given) == Measured(5, 6, 0)
     assert len(free) == 2
     assert memory.measured(*given) == Measured(5, 6, 7)
     assert len(free) == 2
-    assert subjects == [(spec, "shape", "steps", "form")] * 2
+    assert subjects == [(spec, "shape", "steps", "form")] * 3
     note.write_text("{")
     assert memory.measured(*given) == Measured(5, 6, 0)
     assert memory.measured(*given).kept == 13
