@@ -1,27 +1,30 @@
 """`cairn bench speculation`: steps with guesses against steps without, in one engine.
 
-The model's weights are random, so its text copies nothing: where guesses should be right, they are
-the tokens that the same prompt gave without guesses, handed out after the search that prompt lookup
-does.
+The last matrix of each mixer and feed-forward part is set to zero: layers take their time and add
+nothing to their tokens. So each token decides the next one, and greedy text soon repeats itself: a
+prompt that ends with some of it is copied, and prompt lookup finds where from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, cast
+
+import torch
 
 from cairn.bench.session import Subject, TokenPrompt, open_engine, random_prompts
 from cairn.engine.drafts import Drafter, NgramDrafter
 from cairn.engine.pace import Pace
 from cairn.engine.request import Request
+from cairn.errors import BadRequest
 from cairn.llm import LLM
 from cairn.types import SamplingParams
 
 TURNS = 3
 """Times that each way of decoding runs, one after the other; the fastest counts."""
-RANDOM = "random text"
-CASES = ("copying", RANDOM, "wrong guesses")
+RANDOM, WRONG = "random text", "wrong guesses"
+CASES = ("copying", RANDOM, WRONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class SpeculationCell:
 
     Attributes:
         shape: shape or model folder.
-        case: one of CASES: all guesses are right; prompt lookup on drawn text; all are wrong.
+        case: one of CASES: a passage of the prompt, as long as the output, is copied; prompt
+            lookup on drawn text; all guesses are wrong.
         context, batch, output_len, drafts: as in the plan.
         backend: "hsa" or "dense".
         dtype: of weights and activations.
@@ -80,30 +84,21 @@ class SpeculationCell:
     phase: str = "speculation"
 
 
-class Told:
-    """Guesses the tokens that a prompt gave before, or never any of these.
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """Guesses another token in place of each that prompt lookup finds."""
 
-    Args:
-        search: runs first; what it finds is dropped.
-        outputs: by prompt.
-        right: False: another token in place of each.
-    """
+    lookup: NgramDrafter
+    ahead: ClassVar[int] = 0
 
-    ahead = 0
-
-    def __init__(
-        self, search: NgramDrafter, outputs: Mapping[tuple[int, ...], list[int]], right: bool
-    ) -> None:
-        self.drafts, self._search = search.drafts, search
-        self._outputs, self._right = outputs, right
+    @property
+    def drafts(self) -> int:
+        """As many as it guesses."""
+        return self.lookup.drafts
 
     def guess(self, request: Request, most: int) -> list[int]:
         """Up to `most` tokens."""
-        self._search.find(request.tokens, most)
-        truth = self._outputs[tuple(request.prompt_view()[-8:].tolist())]
-        # Tokens that a step in flight chooses are among those asked for.
-        found = truth[len(request.tokens) - request.num_prompt :][:most]
-        return found if self._right else [token ^ 1 for token in found]
+        return [token ^ 1 for token in self.lookup.guess(request, most)]
 
 
 @dataclass(slots=True)
@@ -123,11 +118,38 @@ def run_speculation(plan: SpeculationPlan) -> Iterator[SpeculationCell]:
         "speculative_algorithm": "NGRAM",
         "speculative_num_draft_tokens": plan.drafts,
     } | dict(plan.options)
+    if plan.context <= plan.output_len:
+        raise BadRequest(
+            f"a prompt of {plan.context} tokens holds no passage as long as {plan.output_len} "
+            "tokens of output",
+            "Give a longer --context or a shorter --output-len",
+        )
     with open_engine(plan.subject, plan.backend, options) as llm:
+        decide_by_token(llm)
         for batch in plan.batches:
             prompts = random_prompts(batch, plan.context, llm.spec.vocab_size, seed=batch)
             for case in CASES:
                 yield _cell(llm, plan, prompts, case)
+
+
+@torch.no_grad()
+def decide_by_token(llm: LLM) -> None:
+    """Let the layers of a model add nothing to its tokens."""
+    model = cast(torch.nn.Module, llm._built.runner.model)
+    for name, weight in model.named_parameters():
+        if name.endswith((".out.weight", ".down.weight")):
+            weight.zero_()
+
+
+def with_passages(
+    llm: LLM, prompts: Sequence[TokenPrompt], params: SamplingParams
+) -> list[TokenPrompt]:
+    """The prompts, which end with what the model gives for them instead: it goes on with that."""
+    outputs = _run(llm, prompts, params, None, None).outputs
+    return [
+        {"prompt_token_ids": [*prompt["prompt_token_ids"][: -len(output)], *output]}
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def _cell(
@@ -136,11 +158,10 @@ def _cell(
     drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=plan.output_len, ignore_eos=True)
     greedy = SamplingParams(temperature=0.0, max_tokens=plan.output_len, ignore_eos=True)
     params = drawn if case == RANDOM else greedy
-    first = _run(llm, prompts, params, None, None)
+    if case != RANDOM:
+        prompts = with_passages(llm, prompts, greedy)
     lookup = NgramDrafter(plan.drafts, 2, 12)
-    keys = (tuple(prompt["prompt_token_ids"][-8:]) for prompt in prompts)
-    outputs = dict(zip(keys, first.outputs, strict=True))
-    drafter: Drafter = lookup if case == RANDOM else Told(lookup, outputs, case == CASES[0])
+    drafter: Drafter = Wrong(lookup) if case == WRONG else lookup
     times = llm.engine.core.times
     plain: list[_Ran] = []
     guessing: list[_Ran] = []
