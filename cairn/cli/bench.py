@@ -235,8 +235,8 @@ def latency(
 def speculation(
     model: Path | None, shape: str | None, kind: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Measure steps with drafted tokens, all right, by prompt lookup or all wrong, against steps
-    without."""
+    """Measure decoding with drafted tokens against decoding without: of a passage that the prompt
+    holds, of random text, and with wrong drafts alone."""
     from cairn.bench.speculation import SpeculationPlan, run_speculation
 
     subject = _subject(model, shape)

@@ -1,4 +1,4 @@
-"""Branches beside a row's guesses: other continuations of its tokens, which the same step runs."""
+"""Branches: other guesses of a row's next tokens, which run in the same step as its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cairn.engine.request import Request
 
 
 class Brancher(Protocol):
-    """Knows other continuations."""
+    """Gives further guesses of a row's next tokens."""
 
     def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
         """Up to `count` of them, no longer than the guesses. Their first tokens differ from each
@@ -20,12 +20,12 @@ class Brancher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trees:
-    """Chooses the branches of a row. Together with its guesses they are a tree that parts behind
-    the row's last token; each branch stands in a page of its own, a copy of the row's last one.
+    """Chooses the branches of a row. Its guesses and branches are a tree whose root is the row's
+    last token; each branch runs in a page of its own, a copy of the row's last one.
 
     Attributes:
-        brancher: knows other continuations.
-        width: guesses side by side, those of the row among them.
+        brancher: gives further guesses.
+        width: chains of guesses of a row, its own included.
         slots: slot arithmetic.
         max_pages: pages of the longest sequence.
     """
@@ -36,9 +36,9 @@ class Trees:
     max_pages: int
 
     def branches(self, request: Request, guesses: Sequence[int], budget: int) -> list[list[int]]:
-        """Other guesses of a row, for which the step has `budget` tokens left. None where the
-        guesses would end their page: a tree never crosses a border; or where more is asked of the
-        row than tokens."""
+        """The branches of a row, in a step that has `budget` tokens left. There are none where the
+        guesses would fill their page (a tree never crosses a page border), or where the request
+        asks for more than tokens."""
         slot, size = int(self.slots.slot_of(request.planned)), self.slots.page_size
         room = size - 2 - self.slots.landmarks - slot % size
         fewer = self.max_pages - 1 - slot // size
