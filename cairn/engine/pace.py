@@ -1,4 +1,4 @@
-"""Decides whether drafting pays: expected accepted tokens against the longer step."""
+"""Decides where guesses pay: the tokens that they are expected to bring against the longer step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cairn.engine.budget import Load, StepTimes
 from cairn.engine.request import Request
 
 FORGET = 0.9
-"""What is known of a row's guesses counts this much less with each time that it runs some."""
+"""Factor on a row's counts of right and tried guesses each time that it runs some."""
 DRIFT = 0.98
-"""Decay with each step without drafts, so that a row that stopped drafting tries again."""
+"""The same in each step in which its guesses would not pay, so that it tries again later."""
 RETRY = 256
-"""Steps in a row that are refused by their cost alone; then one is run to measure it again."""
+"""After so many steps in which no row's guesses would pay, some run to measure their cost again."""
 LEARNED = 8
-"""Steps with guesses that run whatever they seem to cost: the first ones capture graphs."""
+"""The first steps with guesses run whatever they seem to cost, since they capture graphs."""
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class Pace:
     refused: int = 0
 
     def candidates(self, requests: Sequence[Request], load: Load) -> list[Request]:
-        """Those of these whose own guesses would pay in a step of this load; none before it is
-        known how long such a step takes without."""
+        """The requests whose own guesses would pay in a step of this load; none before the time of
+        a step without guesses is known."""
         step = self.times.decode_seconds(load)
         if step <= 0.0:
             return []
