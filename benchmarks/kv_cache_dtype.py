@@ -1,4 +1,4 @@
-"""What pages in 8 bits cost: logits of the golden models, and facts found in long documents.
+"""What pages in 8 and 4 bits cost: logits of the golden models, and facts found in long documents.
 
     python benchmarks/kv_cache_dtype.py [--device cuda] [--dtypes bfloat16] [--cases cairn-7m]
         [--contexts 4096,32768] [--output FILE]
@@ -22,6 +22,7 @@ from cairn import LLM, SamplingParams
 from cairn.bench.records import RecordFile
 from cairn.config import default_model_path
 from cairn.demo.document import build_document, make_facts
+from cairn.specs.kv_format import KV_FORMATS
 
 DATA = Path("tests/data")
 TRAINED = "cairn-7m"
@@ -112,7 +113,7 @@ def main() -> None:
     contexts = [int(word) for word in given.contexts.split(",") if word]
     cases = [word for word in given.cases.split(",") if word]
     for dtype in given.dtypes.split(","):
-        for kv in ("auto", "fp8_e4m3"):
+        for kv in ("auto", *KV_FORMATS):
             options = {"device": given.device, "dtype": dtype, "kv_cache_dtype": kv}
             found = [golden_records(options, cases)]
             if dtype == "bfloat16":

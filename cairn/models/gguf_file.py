@@ -83,7 +83,7 @@ class _Part:
 
 
 class GgufFile:
-    """A file whose header is read; numbers are read when they are asked for.
+    """A GGUF file: its header is read at once, tensors when they are asked for.
 
     Args:
         path: of the file.
@@ -150,7 +150,7 @@ class GgufFile:
         return config
 
     def _scaling(self, architecture: str, factors: Any) -> dict[str, Any] | None:
-        """rope_scaling of the metadata, or that of Llama 3.1 behind a tensor of factors."""
+        """rope_scaling from the metadata; Llama 3.1 has a tensor of factors in its place."""
         kind = self.value(f"{architecture}.rope.scaling.type", "none")
         if kind != "none":
             scaling = f"{architecture}.rope.scaling."
@@ -167,7 +167,7 @@ class GgufFile:
         return {"rope_type": "llama3", "factor": largest, **LLAMA3}
 
     def _named(self) -> Iterator[tuple[str, _Part]]:
-        """Every tensor, or its experts, by Hugging Face's name."""
+        """Tensors by Hugging Face's names; a tensor of all experts gives one entry an expert."""
         turned: dict[str, int] = {}
         if self.config["model_type"] == "llama":
             turned = {
@@ -196,7 +196,7 @@ class GgufFile:
                 yield f"{layer}mlp.experts.{expert}.{EXPERTS[kind]}.{end}", _Part(tensor, expert)
 
     def dtype(self, name: str) -> str:
-        """As a header of safetensors names it; of blocks the float32 that they become."""
+        """The dtype by safetensors' name; F32 for quantised blocks, which become that."""
         return FLOATS.get(int(self.tensors[name].own.tensor_type), "F32")
 
     def span(self, name: str) -> tuple[int, int]:
@@ -248,7 +248,7 @@ class _Opened:
 
 
 def _in_halves(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * d, ..] of interleaved pairs in the order of halves."""
+    """Rows [heads * d, ..] of interleaved rotary pairs, reordered to two halves."""
     pairs = rows.unflatten(0, (heads, -1, 2))
     halves: Tensor = pairs.transpose(1, 2).flatten(0, 2)
     return halves

@@ -65,11 +65,11 @@ class Scheme(ABC):
         """A scheme for the same checkpoint that keeps its matrices in the model's dtype."""
 
     def within(self, name: str) -> Scheme:
-        """The scheme of a part of the module that this one is of: some may not be quantised."""
+        """The scheme of a submodule: some may not be quantised."""
         return self
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
-        """The scheme of a map of these parts, or of a map of experts."""
+        """The scheme of a linear map of these parts, or of a map of experts."""
         return self
 
     def fused_weights(self, linear: ExpertLinear, source: Source) -> list[Weight]:

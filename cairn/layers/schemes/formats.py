@@ -1,5 +1,5 @@
-"""What the tensors of a quantised matrix are called and shaped in a checkpoint, and what they stand
-for. A format knows one matrix [out, in]; schemes fill parameters with it.
+"""Formats of quantised checkpoints: names, shapes and values of the tensors that store one matrix
+[out, in]. Schemes fill parameters from them.
 
 Layouts of GPTQ, AWQ and compressed-tensors are those of `cairn.ops.weight_only.packing`.
 """
@@ -30,15 +30,15 @@ class Format(ABC):
 
     @abstractmethod
     def tensors(self, name: str, rows: int, columns: int) -> list[Weight]:
-        """What a matrix consists of, the codes first; nothing is filled. `name`: in front of the
-        tensors' own, "... .q_proj."."""
+        """The tensors that store a matrix, the codes first. `name`: their common prefix, such as
+        "... .q_proj."."""
 
     @abstractmethod
     def values(self, *stored: Tensor) -> Tensor:
-        """float32 [rows, columns] of these tensors."""
+        """The matrix [rows, columns] float32, from its tensors."""
 
     def ignored(self, name: str) -> list[Weight]:
-        """Tensors that may be beside them and are not read."""
+        """Tensors that a checkpoint may have beside them and that are not read."""
         return [Weight(f"{name}input_scale", (1,), None, required=False)]
 
 

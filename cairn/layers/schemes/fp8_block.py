@@ -47,8 +47,8 @@ SCALE_NAME = "weight_scale_inv"
 class Fp8BlockScheme(Scheme):
     """e4m3 values with a scale for every block of (rows, columns).
 
-    Maps that are made of matrices which are not quantised, or of which a row has not the scales of
-    its own block of rows, are dequantised when they are read.
+    A map is dequantised at load if one of its stored matrices is not quantised, or if its parts do
+    not begin at the border of a block of rows.
 
     Args:
         block: rows and columns that share a scale.
@@ -90,7 +90,8 @@ class Fp8BlockScheme(Scheme):
         return Fp8BlockScheme(self.block, frozenset(inside), *given)
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
-        """Unpacked unless every matrix of the map is quantised, in blocks that the map has, too."""
+        """This scheme if every stored matrix is quantised and its blocks of rows are blocks of the
+        map; else `unpacked`."""
         if experts and self.own_experts is not None:
             return self.own_experts
         whole = experts or all(part.size % self.block[0] == 0 for part in parts[:-1])
@@ -179,7 +180,7 @@ class Fp8BlockScheme(Scheme):
         )
 
     def _split(self, scale: Tensor, sizes: Sequence[int], linear: Linear | ExpertLinear) -> Tensor:
-        """Scales of stored blocks [..., rows, columns], for the smaller ones in them."""
+        """Scales of stored blocks [..., rows, columns], repeated for the smaller blocks inside."""
         stored = [self._grid([size], linear, self.stored_block)[0] for size in sizes]
         parts = list(scale.split(stored, dim=-2))
         for at, size in enumerate(sizes):
@@ -190,8 +191,8 @@ class Fp8BlockScheme(Scheme):
         return torch.cat(parts, dim=-2)
 
     def divide(self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear) -> None:
-        """Where a division cuts blocks both have smaller ones, which it does not cut: their scales
-        are those of the blocks that they are parts of, so every element keeps its own."""
+        """Where a division would cut blocks, both maps get smaller blocks that it does not cut.
+        Each has the scale of the stored block it lies in, so values do not change."""
         if not isinstance(own.scheme, Fp8BlockScheme):
             # The parts of a rank are not whole blocks: all ranks dequantise.
             whole.scheme = own.scheme
@@ -223,7 +224,8 @@ class Fp8BlockScheme(Scheme):
     def experts(
         self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
     ) -> Tensor:
-        """As of `product`; of matrices that are dequantised, those of chosen experts alone."""
+        """As `product`. Where matrices are dequantised, on a CPU only those of chosen experts
+        are."""
         weights, ids, limit = chosen
         after = down.scheme
         assert isinstance(after, Fp8BlockScheme)

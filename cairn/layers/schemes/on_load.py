@@ -27,7 +27,7 @@ class OnLoadScheme(CodesScheme):
         return self
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
-        """All maps are quantised; those of experts are kept in words."""
+        """All maps are quantised; those of experts are packed into words."""
         return PackedOnLoadScheme(self.spec) if experts else self
 
     @property
@@ -38,7 +38,7 @@ class OnLoadScheme(CodesScheme):
     def weights(
         self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
     ) -> list[Weight]:
-        """Every stored matrix twice: its codes, and its scales."""
+        """Two weights from every stored matrix: its codes and its scales."""
         found, start = [], 0
         for name, size, order, *_ in linear.parts:
             shape = (size, linear.in_features)
@@ -54,7 +54,7 @@ class OnLoadScheme(CodesScheme):
 
 
 class PackedOnLoadScheme(PackedCodesScheme):
-    """The same of experts, in words."""
+    """`OnLoadScheme` for experts, whose codes are packed into words."""
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
         """Itself."""
@@ -63,7 +63,7 @@ class PackedOnLoadScheme(PackedCodesScheme):
     def weights(
         self, linear: Linear | ExpertLinear, source: Source, expert: int | None = None
     ) -> list[Weight]:
-        """Every stored matrix twice: its words, and its scales."""
+        """Two weights from every stored matrix: its words and its scales."""
         found, start = [], 0
         for name, size, order, *_ in linear.parts:
             plain = Weight(source.name(f"{name}.weight"), (size, linear.in_features), None)

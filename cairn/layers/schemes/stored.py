@@ -1,10 +1,10 @@
 """Matrices of quantised checkpoints: GPTQ, AWQ, compressed-tensors, fp8, NVFP4 and MXFP4.
 
 Integers of 4 and 8 bits stay packed, in the layout of `cairn.ops.weight_only.layout`. Codes of 8
-bits with a scale for each row, or one for the matrix, stay codes: on a device with tensor cores for
-them tokens are rounded to 8 bits with a scale for each token, elsewhere, and in a float32 model,
-matrices are dequantised and activations stay as they are. All other formats are dequantised when
-they are read.
+bits with a scale for each row, or one for the matrix, are kept too: on a device with tensor cores
+for them activations are rounded to 8 bits with a scale for each token; elsewhere, and in a float32
+model, matrices are dequantised for each product and activations are not rounded. All other formats
+are dequantised at load.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ PACKED_BITS = (4, 8)
 
 
 class OfCheckpoint:
-    """What schemes of quantised checkpoints share: which of them a map has.
+    """Base of the schemes of quantised checkpoints; chooses the scheme of each linear map.
 
     Args:
-        spec: the format, and what is not quantised.
-        path: name of the module that the scheme is of.
+        spec: the format, and which modules are not quantised.
+        path: name of the module that the scheme belongs to.
     """
 
     def __init__(self, spec: QuantizationSpec, path: str = "") -> None:
@@ -69,7 +69,8 @@ class OfCheckpoint:
         return DequantisedScheme(self.spec, path)
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
-        """Dequantised if some of the parts are plain, or if there is no product of their format."""
+        """A scheme that keeps codes, if all parts are quantised in a format that ops multiply; else
+        one that dequantises at load."""
         name = f"{self.path}.0" if experts else self.path
         stored = self.format.stored
         if any(self.spec.is_plain(f"{name}.{part.name}") for part in parts):
@@ -122,7 +123,7 @@ def _valued(form: Format, name: str, plain: Weight) -> Callable[..., Tensor]:
 
 
 class UnpackedScheme(DequantisedScheme):
-    """The same of every map."""
+    """`DequantisedScheme` for every map, whatever its format."""
 
     def of(self, parts: Sequence[Rows], experts: bool) -> Scheme:
         """Itself."""
@@ -130,7 +131,8 @@ class UnpackedScheme(DequantisedScheme):
 
 
 class KeptScheme(Scheme):
-    """Parameters of a map hold codes. What a device has no product for is dequantised first."""
+    """Keeps a map's codes as its parameters. Products dequantise them, unless a subclass has a
+    kernel that multiplies codes."""
 
     @abstractmethod
     def dequantised(
@@ -146,8 +148,8 @@ class KeptScheme(Scheme):
     def experts(
         self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
     ) -> Tensor:
-        """With dequantised matrices: on a GPU of all experts, as a graph of launches needs; else of
-        those that are chosen."""
+        """With dequantised matrices: on a GPU those of all experts, since the host does not know
+        which are chosen; on a CPU those of the chosen ones."""
         hit: Tensor | None = None
         if not x.is_cuda:
             hit, chosen = chosen.among_chosen()
@@ -162,7 +164,7 @@ class PackedScheme(OfCheckpoint, KeptScheme):
 
     bits: int
     e4m3 = False
-    """Codes are numbers."""
+    """Codes are e4m3 numbers, not integers."""
 
     def __init__(self, spec: QuantizationSpec, path: str = "") -> None:
         super().__init__(spec, path)
@@ -196,8 +198,8 @@ class PackedScheme(OfCheckpoint, KeptScheme):
             linear.order = parameter((*lead, linear.in_features), torch.int32)
 
     def divide(self, own: Linear | ExpertLinear, whole: Linear | ExpertLinear) -> None:
-        """Groups of columns stay together, and with act order no rank has whole ones. Raises
-        BadConfig where that cannot be."""
+        """Raises BadConfig where a division would cut groups of columns; with act order every
+        division does."""
         columns, group = own.in_features, self.format.stored.group
         if columns == whole.in_features:
             return
@@ -286,7 +288,7 @@ class PackedScheme(OfCheckpoint, KeptScheme):
         return found + self.format.ignored(first)
 
     def product(self, linear: Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """With the words as they are."""
+        """By `ops.linear_packed`."""
         x = normed(x, norm)
         rows = x.reshape(-1, linear.in_features)
         if self.format.stored.ordered:
@@ -298,7 +300,7 @@ class PackedScheme(OfCheckpoint, KeptScheme):
     def experts(
         self, gate_up: ExpertLinear, down: ExpertLinear, x: Tensor, chosen: Chosen
     ) -> Tensor:
-        """With the words as they are on a GPU; elsewhere chosen experts are dequantised."""
+        """By `ops.experts_packed` on a GPU; elsewhere chosen experts are dequantised."""
         if not x.is_cuda or chosen.limit:
             return super().experts(gate_up, down, x, chosen)
         return self.packed_experts(gate_up, down, x, chosen)
@@ -338,8 +340,8 @@ class PackedScheme(OfCheckpoint, KeptScheme):
 
 
 class PackedCodesScheme(PackedScheme):
-    """Codes of 8 bits with a scale for each row, of experts: in words, as integers of 8 bits are,
-    for products of few tokens with each expert."""
+    """Experts' matrices of 8-bit codes with a scale for each row, packed into words, which
+    `ops.experts_packed` multiplies."""
 
     def __init__(self, spec: QuantizationSpec, path: str = "") -> None:
         super().__init__(spec, path)
@@ -421,7 +423,7 @@ class CodesScheme(OfCheckpoint, KeptScheme):
 
 
 def _counted(x: Tensor) -> Tensor:
-    """0, 1, .. of a vector's length."""
+    """0, 1, .. len(x) - 1."""
     return torch.arange(len(x), device=x.device)
 
 

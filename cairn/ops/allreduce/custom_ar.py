@@ -16,7 +16,7 @@ from cairn.ops.allreduce.symmetric import SymmetricAllReduce, object_of
 from cairn.ops.checks import check_least, refuse
 
 META_BYTES = 16
-"""Of a signal buffer, that callers may allocate; nothing is kept there."""
+"""Size of the signal buffer that callers may allocate; it is not used."""
 _objects: dict[int, SymmetricAllReduce] = {}
 _numbers = itertools.count(1)
 
@@ -98,12 +98,12 @@ def register_graph_buffers(fa: int, handles: Any, offsets: Any) -> None:
 
 
 def all_reduce_reg(fa: int, inp: Tensor, out: Tensor) -> None:
-    """`all_reduce`, by the name that ROCm has for registered buffers."""
+    """`all_reduce`, under ROCm's name for registered buffers."""
     object_at("all_reduce_reg", fa).all_reduce(inp, out)
 
 
 def all_reduce_unreg(fa: int, inp: Tensor, reg_buffer: Any, out: Tensor) -> None:
-    """`all_reduce`, by the name that ROCm has for other buffers; reg_buffer: without effect."""
+    """`all_reduce`, under ROCm's name for unregistered buffers; reg_buffer: without effect."""
     object_at("all_reduce_unreg", fa).all_reduce(inp, out)
 
 
@@ -130,6 +130,6 @@ def get_meta_buffer_ipc_handle(inp: Tensor) -> NoReturn:
 
 
 def refuse_handles(op: str, name: str) -> NoReturn:
-    """Raise BadArgument: the op exists for raw addresses alone."""
+    """Raise BadArgument: the op only makes sense for raw addresses."""
     hint = "Use cairn.ops.SymmetricAllReduce, which exchanges them itself"
     refuse(op, name, "is memory whose raw handle other processes would open", hint)

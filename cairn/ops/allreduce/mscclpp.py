@@ -11,7 +11,7 @@ from cairn.ops.allreduce.custom_ar import object_at
 from cairn.ops.allreduce.quick_reduce import of_default_group
 
 ID_BYTES = 128
-"""Of a unique id."""
+"""Size of a unique id."""
 
 
 def mscclpp_generate_unique_id() -> Tensor:

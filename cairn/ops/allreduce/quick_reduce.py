@@ -1,7 +1,7 @@
 """ROCm's quick reduce: an all-reduce whose traffic is quantised in blocks.
 
-What a rank sends is rounded to integers with a scale for every 32 numbers, max |x| / most; the sum
-of what is received is float32.
+A rank rounds its tensor to integers with a scale for every 32 numbers, max |x| / MOST[profile],
+before it sends it; what the ranks receive is summed in float32.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from cairn.ops.checks import FLOATS, expect, refuse
 
 BLOCK = 32
 MOST = {1: 127, 2: 31, 3: 7}
-"""Profile -> the largest integer: 8, 6 and 4 bits; profile 0 sends numbers as they are."""
+"""Profile -> the largest integer, of 8, 6 and 4 bits. Profile 0 does not round."""
 MOST_BYTES = 1 << 31
-"""Of a tensor."""
+"""Largest tensor, in bytes."""
 
 
 def rounded(x: Tensor, profile: int) -> Tensor:
-    """x [any] in float32 as other ranks receive it."""
+    """x as float32, rounded as other ranks receive it."""
     if profile == 0:
         return x.float()
     flat = x.float().flatten()

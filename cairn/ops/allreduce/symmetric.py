@@ -1,4 +1,4 @@
-"""Sums over the ranks of a process group, through torch's symmetric memory where it reaches all."""
+"""All-reduce over a process group, in torch's symmetric memory where all ranks can map it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from cairn.ops.checks import FLOATS, expect, refuse
 log = logging.getLogger(__name__)
 
 ONE_SHOT_BYTES = 1 << 18
-"""Up to so many every rank reads all; measured on H200s."""
+"""Largest tensor that is reduced in one shot: every rank reads all ranks' copies. Larger ones take
+two: each rank reduces a part, then all gather. Measured on H200s."""
 MOST_BYTES = 1 << 21
-"""Of the shared buffer; larger tensors go through NCCL."""
+"""Size of the shared buffer; larger tensors go through NCCL."""
 ALIGNED = 16
-"""Bytes that sizes are multiples of."""
+"""torch's kernels need sizes that are multiples of so many bytes."""
 
 
 def sum_of_ranks(tensors: Sequence[Tensor]) -> Tensor:
@@ -35,16 +36,16 @@ def sum_of_ranks(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class SymmetricAllReduce:
-    """All-reduce of a process group, with one buffer that all ranks of a host can read.
+    """All-reduce of a process group through one buffer that all ranks of a host map.
 
-    Small tensors are summed by torch's one-shot and two-shot kernels; what is larger, and groups
-    whose memory is not shared, by the group's own all-reduce. Groups on CPUs gather, and add in the
-    order of the ranks, so that every rank has the same bits. Every rank must make it, and call it
-    with tensors of the same size. Calls can be captured in CUDA graphs.
+    Tensors that fit the buffer are reduced by torch's one-shot and two-shot kernels; larger ones,
+    and all tensors of groups that cannot share memory, by the group's own all-reduce. Groups on
+    CPUs gather and add in the order of the ranks, so every rank gets the same bits. All ranks must
+    create it, and call it with tensors of the same size. Calls can be captured in CUDA graphs.
 
     Args:
-        group: of torch.distributed; None: the default one.
-        most_bytes: of the buffer.
+        group: a torch.distributed process group; None: the default one.
+        most_bytes: size of the buffer.
 
     Raises:
         BadArgument: there is no process group.
@@ -66,7 +67,7 @@ class SymmetricAllReduce:
             self._buffer = self._shared(most_bytes)
 
     def _shared(self, most_bytes: int) -> Tensor | None:
-        """The buffer, in bytes; None where ranks do not reach each other's memory."""
+        """The buffer [most_bytes] uint8; None where ranks cannot map each other's memory."""
         import torch.distributed._symmetric_memory as symmetric
 
         device = torch.device("cuda", torch.cuda.current_device())
@@ -122,7 +123,8 @@ class SymmetricAllReduce:
 
 
 def object_of(op: str, name: str, value: Any) -> SymmetricAllReduce:
-    """What a process group, or an object of it, stands for. Raises BadArgument for raw handles."""
+    """The all-reduce of a process group, or `value` if it is one. Raises BadArgument for raw
+    handles."""
     import torch.distributed as dist
 
     if isinstance(value, SymmetricAllReduce):

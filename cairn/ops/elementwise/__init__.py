@@ -1,6 +1,6 @@
 """Concatenation, float8 casts, positions, the Hadamard transform.
 
-What sgl-kernel has in its module `elementwise` is in `cairn.ops.elementwise` too.
+Ops of other families that sgl-kernel has in its module `elementwise` are exported here too.
 """
 
 from cairn.ops.activation.gelu_and_mul import gelu_and_mul

@@ -1,4 +1,4 @@
-"""The two parts of latent attention's heads, without and with a position, side by side."""
+"""Concatenation of the two parts of MLA heads, without and with rotary position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEW_TOKENS = 64
 BLOCK, WARPS = 2048, 4
 """Numbers and warps of a program."""
 FEW_BLOCK, FEW_WARPS = 2048, 8
-"""The same of few tokens."""
+"""The same for few tokens."""
 
 
 @op(mutates=("k",))
@@ -49,7 +49,7 @@ def _(call: Call) -> None:
 
 
 def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
-    """Rows of [T, H, d] side by side; a second with one head serves all."""
+    """out [T, H, d1 + d2] = [first | second]; `second` may have one head for all."""
     tokens, heads, _ = out.shape
     numbers = heads * out.shape[2]
     shared = second.shape[1] == 1

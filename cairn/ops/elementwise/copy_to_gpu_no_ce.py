@@ -14,7 +14,7 @@ from cairn.ops.registry import op
 MOST = 128
 """Most integers in the arguments of a launch."""
 STEP = 32
-"""Their number is rounded up to a multiple of this, for fewer compiled kernels."""
+"""The count is rounded up to a multiple of this, so that fewer kernels are compiled."""
 _ALIKE = (1 << 40) + 1
 """Added to 16 times a 32-bit number it gives a 64-bit integer that is neither 1 nor a multiple of
 16: Triton specialises a kernel on these properties, for every integer of a tuple."""

@@ -1,4 +1,4 @@
-"""Numbers as float8: a scale, a cut at the largest number, one rounding."""
+"""Casts to float8: scaled, clamped to the largest number, rounded once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PDL_BLOCK, PDL_WARPS = 1024, 4
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x float32 cut off at the dtype's largest number, to nearest with ties to even; NaN stays."""
+    """x float32 clamped to the dtype's range and rounded to nearest even; NaN stays."""
     most = torch.finfo(dtype).max
     return x.clamp(-most, most).to(dtype)
 
@@ -35,7 +35,7 @@ def fp8_quantize(
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
     enable_pdl: bool | None = None,
 ) -> Tensor:
-    """x * scale_inv as float8: the product in float32, cut off at the largest number, rounded once.
+    """x * scale_inv as float8: the product in float32, clamped to the largest number, rounded once.
 
     Args:
         x: [..., d] float32, bfloat16 or float16, may be strided.

@@ -14,9 +14,9 @@ from cairn.ops.registry import op
 LEAST, NARROW, LONGEST = 16, 128, 1 << 14
 """Smallest size of a matrix product; longest rows of one product; longest rows of a program."""
 ROWS, WARPS, PROGRAMS = 64, 4, 132 * 8
-"""Rows and warps of a program, and programs; each loops over rows with one matrix of signs."""
+"""Rows of a program at a time, its warps, and most programs: each loops over rows."""
 STAGES, ON_THE_WAY = 3, 64 << 10
-"""Pipeline stages of a program of long rows at most, and their bytes of shared memory."""
+"""Most pipeline stages of a program of long rows, and most shared memory of them together."""
 MEMORY = 192 << 10
 """Bytes of shared memory that the longest row takes."""
 

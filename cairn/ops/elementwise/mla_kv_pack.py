@@ -1,4 +1,4 @@
-"""Keys of latent attention's heads are joined of their parts and, with the values, made float8."""
+"""Keys of MLA heads, concatenated of their parts, and values, cast to float8."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The numbers in blocks of GGUF (llama.cpp's formats), in PyTorch.
 
 A row is blocks of 32 or 256 numbers, each with its scales. Formulas have the order of operations of
-the `gguf` package, so that float32 results are the same. Grids of the formats whose codes name
-points of one (IQ1, IQ2 and IQ3) come from that package.
+the `gguf` package, so that float32 results are the same. In IQ1, IQ2 and IQ3 codes are indices of
+grid points, groups of 4 or 8 numbers; the grids come from that package.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from cairn.errors import BadConfig
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Of IQ4_NL and IQ4_XS."""
+"""Values of the codes of IQ4_NL and IQ4_XS."""
 
 
 class Kind(NamedTuple):
-    """A format: its name, the numbers and bytes of a block, and what blocks [n, bytes] stand for:
-    float32 [n, numbers]."""
+    """A format: its name, the numbers and bytes of a block, and the function from blocks [n, bytes]
+    to their values [n, numbers] float32."""
 
     name: str
     numbers: int
@@ -39,7 +39,7 @@ def dequantised(weight: Tensor, kind: Kind) -> Tensor:
 
 
 def _f16(b: Tensor, at: int) -> Tensor:
-    """[n, 1] of a float16."""
+    """[n, 1] float32 of the float16 at byte `at`."""
     return b[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
@@ -59,13 +59,13 @@ def _i(b: Tensor, count: int = 256) -> Tensor:
 
 
 def _halves(b: Tensor, at: int) -> Tensor:
-    """[n, 32] of 16 bytes: their low halves, then their high ones."""
+    """[n, 32] nibbles of 16 bytes: all low ones, then all high ones."""
     q = b[:, at : at + 16].int()
     return torch.cat((q & 15, q >> 4), dim=1)
 
 
 def _nibbles(b: Tensor, at: int, count: int) -> Tensor:
-    """[n, count]: the halves of bytes in their order, the low one first."""
+    """[n, count] nibbles of bytes in order, the low one of each first."""
     q = b[:, at : at + count // 2].int()
     return torch.stack((q & 15, q >> 4), dim=-1).flatten(1)
 
@@ -96,7 +96,8 @@ def _q8_0(b: Tensor) -> Tensor:
 
 
 def _twos(b: Tensor, at: int) -> Tensor:
-    """[n, 256] of 2 bits: of 32 bytes their lowest bits, then the next."""
+    """[n, 256] codes of 2 bits, 128 in 32 bytes: bits 0 and 1 of all, then bits 2 and 3, and so
+    on."""
     i = _i(b)
     return b[:, at + 32 * (i // 128) + i % 32].int() >> 2 * (i % 128 // 32) & 3
 
@@ -125,7 +126,7 @@ def _scales_of_8(b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _halves_of_32(b: Tensor, at: int) -> Tensor:
-    """[n, 256] of 4 bits: of 32 bytes their low halves, then their high ones."""
+    """[n, 256] nibbles, 64 in 32 bytes: all low ones, then all high ones."""
     i = _i(b)
     return b[:, at + 32 * (i // 64) + i % 32].int() >> 4 * (i // 32 % 2) & 15
 
@@ -167,20 +168,21 @@ def _grid(name: str) -> Any:
 
 
 def _points(name: str, index: Tensor) -> Tensor:
-    """[n, count * 4 or 8] float32: the points that are named, one behind the other."""
+    """[n, count * 4 or 8] float32: the numbers of the grid points at `index` [n, count]."""
     grid = torch.from_numpy(_grid(name)).to(index.device)
     return grid[index.long()].flatten(1)
 
 
 def _signs(code: Tensor) -> Tensor:
-    """[n, 8 * count] of +1 and -1 from 7 bits each, the eighth so that their number is even."""
+    """[n, 8 * count] of +1 and -1 from codes of 7 bits; the eighth sign makes the number of minus
+    signs even."""
     bit = code.unsqueeze(-1) >> _i(code, 8) & 1
     bit[..., 7] = bit[..., :7].sum(-1) & 1
     return (1 - 2 * bit).flatten(1)
 
 
 def _plain_signs(code: Tensor) -> Tensor:
-    """The same from 8 bits."""
+    """[n, 8 * count] of +1 and -1 from codes of 8 bits."""
     return (1 - 2 * (code.unsqueeze(-1) >> _i(code, 8) & 1)).flatten(1)
 
 

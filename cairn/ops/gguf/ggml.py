@@ -1,4 +1,4 @@
-"""Numbers and products of weights in GGUF's blocks. Tokens are not rounded to 8 bits first."""
+"""Dequantisation of GGUF's blocks, and products with them, in which activations stay unrounded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ggml_mul_mat_vec_a8(weight: Tensor, x: Tensor, quant_type: int, row: int) ->
 
 @op
 def ggml_mul_mat_a8(weight: Tensor, x: Tensor, quant_type: int, row: int) -> Tensor:
-    """The same as `ggml_mul_mat_vec_a8`, which others have for few rows.
+    """The same as `ggml_mul_mat_vec_a8`; sgl-kernel uses that one for few rows.
 
     Args:
         weight, x, quant_type, row: as there.

@@ -10,7 +10,7 @@ from cairn.ops.registry import op
 from cairn.ops.weight_only import packing
 
 COLUMNS = 8
-"""Of a word."""
+"""Columns that a word holds."""
 
 
 @op

@@ -136,7 +136,7 @@ def _(call: Call) -> Tensor:
 
 @linear_packed.implementation("dequantized", devices=("cuda",) if gpu.AVAILABLE else ())
 def _(call: Call) -> Tensor:
-    """Of many tokens: the weight is rounded to their dtype first."""
+    """For many tokens: dequantise the weight to their dtype, then multiply."""
     width = call.input.shape[1]
     weight = dequantize_packed(
         call.words, call.scale, call.zero, call.bits, width, call.input.dtype

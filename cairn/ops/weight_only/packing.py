@@ -2,8 +2,8 @@
 
 GPTQ packs along the input axis K, value after value, also across the borders of words (3 bits).
 AWQ packs along the output axis N, 8 columns a word in the order (0, 4, 1, 5, 2, 6, 3, 7). Marlin
-cuts a matrix into tiles of 16 x 64 and lists each in the order of a tensor core's fragments. An
-order is a list of indices here, so that one function packs and one unpacks.
+cuts a matrix into tiles of 16 x 64 and stores each in the order of a tensor core's fragments. Every
+order is a list of indices, so one function packs all formats and one unpacks them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ AWQ_ORDERS = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
 INTERLEAVED = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 """Bits -> the value at each place of a word in Marlin's layouts."""
 TILE_K, TILE_N = 16, 64
-"""Of Marlin's tiles."""
+"""Rows (along K) and columns (along N) of Marlin's tiles."""
 
 
 def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
@@ -61,7 +61,7 @@ def pack(codes: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def take_places(codes: Tensor, order: Sequence[int], axis: int) -> Tensor:
-    """Of every run of len(order) codes along an axis: those at the places `order`."""
+    """Permute each run of len(order) codes along an axis: place i gets the code at order[i]."""
     axis %= codes.dim()
     runs = codes.unflatten(axis, (-1, len(order)))
     places = index(order, codes.device)
@@ -69,12 +69,12 @@ def take_places(codes: Tensor, order: Sequence[int], axis: int) -> Tensor:
 
 
 def index(order: Sequence[int], device: torch.device) -> Tensor:
-    """Places as a tensor."""
+    """An order as an index tensor."""
     return torch.tensor(list(order), dtype=torch.int64, device=device)
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The order that undoes an order."""
+    """The order that undoes `order`."""
     found = [0] * len(order)
     for place, taken in enumerate(order):
         found[taken] = place
@@ -119,7 +119,8 @@ def from_marlin(words: Tensor, bits: int) -> Tensor:
 
 
 def scale_order(groups: int) -> list[int]:
-    """Of a run of columns, that of each scale that Marlin stores of several groups, or of one."""
+    """The column of each scale that Marlin stores, within a run of columns; weights of one group
+    have another order than weights of several."""
     if groups > 1:
         return [i + 8 * j for i in range(8) for j in range(8)]
     return [2 * i + m for i in range(4) for m in (0, 1, 8, 9, 16, 17, 24, 25)]
@@ -137,7 +138,7 @@ def zeros_from_marlin(words: Tensor, bits: int) -> Tensor:
 
 
 def group_of(width: int, groups: int, g_idx: Tensor | None, device: torch.device) -> Tensor:
-    """[K] int64: the group of each row; g_idx says it, if it is not empty."""
+    """[K] int64, the group of each row: g_idx if there is one, else groups of K / G rows."""
     if g_idx is not None and g_idx.numel():
         return g_idx.long()
     size = max(1, width // max(groups, 1))

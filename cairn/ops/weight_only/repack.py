@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits in the layout of Marlin (Frantar et al. 2024), made once at load."""
+"""Repack GPTQ's and AWQ's weights of 4 and 8 bits to Marlin's layout (Frantar et al. 2024)."""
 
 from __future__ import annotations
 

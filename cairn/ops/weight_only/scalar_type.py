@@ -1,7 +1,7 @@
-"""How Marlin's ops name the type of a weight: a number with a field for each property.
+"""Types of weights as Marlin's ops take them: an integer with a bit field for each property.
 
 From the lowest bit: exponent 8, mantissa 8, signed 1, bias 32 (signed), finite only 1, kind of NaN
-8. Widths of integers are the sum of the first three; an integer code stands for code - bias.
+8. An integer type has exponent + mantissa + signed bits, and a code is worth code - bias.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ScalarType:
 
     @property
     def id(self) -> int:
-        """The number."""
+        """The integer that names the type."""
         fields = (
             *((self.exponent, 8), (self.mantissa, 8), (self.signed, 1)),
             *((self.bias, 32), (self.finite_only, 1), (self.nan, 8)),
@@ -50,7 +50,7 @@ class ScalarType:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Width of a code."""
         return self.exponent + self.mantissa + self.signed
 
 
@@ -72,7 +72,8 @@ BY_ID = {kind.id: kind for kind in NAMED.values()}
 
 
 def id_of(op: str, kind: Any) -> int:
-    """The number of a type: itself, or the `id` of an object. Raises BadArgument if unknown."""
+    """The integer of a type, given as that or as an object with an `id`. Raises BadArgument for an
+    unknown one."""
     number = getattr(kind, "id", kind)
     if not isinstance(number, int) or number not in BY_ID:
         known = ", ".join(NAMED)
@@ -81,7 +82,7 @@ def id_of(op: str, kind: Any) -> int:
 
 
 def values_of(kind: ScalarType, codes: Tensor) -> Tensor:
-    """What codes (int32) stand for, float32."""
+    """Values of codes (int32), float32."""
     if kind == FLOAT4_E2M1:
         return values(codes)
     if kind == FLOAT8_E4M3:
