@@ -1,4 +1,4 @@
-"""What the products share: the look at their arguments."""
+"""Argument checks that the products share."""
 
 from __future__ import annotations
 

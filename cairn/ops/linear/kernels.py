@@ -71,7 +71,7 @@ def rows_kernel(
 
 @triton.jit
 def load_padded(at, inside, PADDED: tl.constexpr):
-    """What the addresses `at` hold, 0 where not inside if any are PADDED."""
+    """The values at the addresses `at`; with PADDED 0 where not inside."""
     if PADDED:
         return tl.load(at, mask=inside, other=0.0)
     return tl.load(at)
@@ -79,7 +79,8 @@ def load_padded(at, inside, PADDED: tl.constexpr):
 
 @triton.jit
 def held(x, PURE: tl.constexpr = True):
-    """x, in registers of its own; if not PURE, it is not moved to where it is used."""
+    """x, copied by an instruction that the compiler cannot see through; if not PURE, the load stays
+    where it is instead of being moved to its use."""
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], x.dtype, PURE, 32 // x.dtype.primitive_bitwidth
     )
@@ -87,27 +88,28 @@ def held(x, PURE: tl.constexpr = True):
 
 @triton.jit
 def along(k, FIRST: tl.constexpr):
-    """[PARTS, PART] numbers, for lines that are the FIRST operand of products [PARTS, lines, PART]
-    or the second one [PARTS, PART, lines]."""
+    """[PARTS, PART] numbers along K, shaped for the FIRST operand [PARTS, lines, PART] of batched
+    products, or for the second [PARTS, PART, lines]."""
     return k[:, None, :] if FIRST else k[:, :, None]
 
 
 @triton.jit
 def across(line, FIRST: tl.constexpr):
-    """The same for [lines] numbers."""
+    """[lines] numbers, shaped for the same operand."""
     return line[None, :, None] if FIRST else line[None, None, :]
 
 
 @triton.jit
 def beside(line, FIRST: tl.constexpr):
-    """The same for the products [lines, other lines] or [other lines, lines]."""
+    """[lines] numbers of the same operand, shaped for the products [lines, other lines] or [other
+    lines, lines]."""
     return line[:, None] if FIRST else line[None, :]
 
 
 @triton.jit
 def tile_product(value, rows, TALL: tl.constexpr):
-    """Products of tokens with rows of the weight; TALL: these are the first operand, which is
-    padded to 16 lines."""
+    """Products of tokens with rows of the weight, summed over the parts of K. TALL: the rows are
+    the first operand, which needs 16 lines at least."""
     if TALL:
         product = tl.dot(rows, value, input_precision="ieee")
     else:
@@ -122,16 +124,16 @@ def tile_kernel(
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TALL: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same for TOKENS tokens at once.
+    """`rows_kernel` for TOKENS tokens at once.
 
-    Rows and tokens past the end are the last ones again, and are not stored: loads with masks would
-    not all be on their way at once.
+    Rows and tokens past the end repeat the last ones and are not stored: masked loads would not
+    all be issued at once.
 
     Args:
         SPAN: columns of a program. Fewer than WIDTH: those of other spans are other programs', and
             out is [spans, tokens, numbers], the sums of the spans by themselves.
         WP: SPAN, padded to a power of two.
-        PARTS: stretches of the sums that are products of their own, so that every warp has one.
+        PARTS: parts of K, each a product of its own, so that every warp has one.
         TALL: as in `tile_product`.
     """
     launch_next(PDL)

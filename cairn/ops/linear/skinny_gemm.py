@@ -13,7 +13,7 @@ from cairn.ops.linear.tuning import TUNING
 from cairn.ops.norm.launch import LONGEST
 
 TILE_TOKENS = 16
-"""At most this many make one tile; more are left to the library's matrix products."""
+"""Most tokens of these kernels; the library multiplies more."""
 
 
 class Around(NamedTuple):
@@ -34,11 +34,11 @@ class Around(NamedTuple):
 
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = False) -> bool:
-    """Few tokens [T, K] with their numbers side by side, and a plain weight [N, K], where these
-    kernels are faster than the library's product. That adds (`add`) to what is there in passing.
+    """Whether these kernels take tokens [T, K] and a weight [N, K], and are faster than the
+    library, whose product can also add to what is there (`add`).
 
-    Several tokens' tile must fit in a program's memory beside the weight's rows, both rows of a
-    pair if `gated`.
+    A tile of several tokens must fit a program's shared memory beside the rows of the weight, the
+    rows of both halves if `gated`.
     """
     if not _takes(input, weight) or not 16 <= weight.shape[1] <= TUNING.skinny_most_width:
         return False
@@ -55,9 +55,8 @@ def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = Fals
 
 
 def accepts_split(input: Tensor, weight: Tensor) -> bool:
-    """The same for several tokens, where sums of so many numbers are split.
-
-    Where no kernel is launched early it does not pay to launch one more.
+    """`accepts` for several tokens with split-K, which launches one more kernel: it only pays where
+    that starts early (PDL).
     """
     numbers, width = weight.shape
     return (
@@ -105,7 +104,7 @@ def _tile_tokens(tokens: int) -> int:
 
 
 def multiply(input: Tensor, weight: Tensor, out: Tensor, around: Around) -> Tensor:
-    """Write out [T, N], see `rows_kernel`; all that `accepts` asks for holds."""
+    """Compute out [T, N], see `rows_kernel`; requires `accepts`."""
     tokens, width = input.shape
     numbers = out.shape[1]
     if tokens > TUNING.skinny_rows_tokens:

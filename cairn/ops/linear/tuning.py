@@ -12,52 +12,52 @@ class LinearTuning(Tuning):
     """One field a constant."""
 
     skinny_rows_tokens: int = 2
-    """At most this many tokens pass by a program's rows one by one."""
+    """Most tokens of `rows_kernel`, which takes them one by one; `tile_kernel` takes more."""
     skinny_tile_bytes: int = 1 << 24
-    """Of a weight with its rows padded, that a tile passes by at most: where they are a quarter
-    more, the library's product of several tokens takes two thirds of the time."""
+    """Largest weight, with its rows padded to a power of two, for `tile_kernel`. At a quarter more
+    the library's product takes two thirds of the time."""
     skinny_wide_tile_bytes: int = 1 << 22
-    """The same of rows longer than SPAN and more than 8 tokens."""
+    """The same for rows longer than `skinny_span` and more than 8 tokens."""
     skinny_most_width: int = 1 << 14
     skinny_thread_bytes: int = 256
-    """Of the weight, that a thread holds."""
+    """Bytes of the weight that a thread holds."""
     skinny_scratch_bytes: int = 1 << 12
-    """Of a program's memory, beside what it holds of weight and tokens."""
+    """Shared memory that a program needs beside its tiles of weight and tokens."""
     skinny_many_rows: int = 1 << 15
-    """From this many numbers a token on, programs take more rows each."""
+    """From this many output columns on, programs take more rows of the weight each."""
     skinny_tall_rows: int = 16
-    """Of a tile that is the tall side of its product, and not the tokens."""
+    """Rows of a tile whose products have the weight as first operand, not the tokens."""
     skinny_span: int = 1 << 10
     skinny_split_rows: int = 8
     skinny_split_programs: int = 1 << 10
-    """Columns and rows of a tile whose sums are split, and how many of them run at once."""
+    """Split-K: columns and rows of a program's tile, and most programs."""
     cpu_part_bytes: int = 1 << 18
-    """Of the weight that are read together, as several streams: close enough to lie in few
-    pages."""
+    """Bytes of the weight that a thread reads as several streams at once: few enough to lie in few
+    pages of memory."""
     panel_tokens: int = 64
-    """Of a panel; more make one of twice as many."""
+    """Tokens of a panel; for more a panel has twice as many."""
     panel_part: int = 64
     panel_stages: int = 6
-    """Columns of the weight that a program takes at a time, twice as many where a panel is small
-    and its columns are many; and how many times that it has at once."""
+    """Columns of the weight in one step of a program, twice as many for small panels of many
+    columns; and pipeline stages."""
     panel_many_parts: int = 8
     panel_most_bytes: int = 1 << 25
-    """Of a weight: all of it is asked for, and a cache of a large device holds somewhat more."""
+    """Largest weight: all of it is prefetched into L2, which is somewhat larger."""
     panel_programs: int = 144
-    """Programs that a large device runs at once, each with memory for its parts."""
+    """Programs that a large device runs at once, by their shared memory."""
     panel_rows: tuple[int, int, int] = (32, 64, 16)
-    """Of the weight, that a program takes: the first that make so few programs."""
+    """Rows of the weight of a program: the first that makes at most `panel_programs`."""
     panel_most_splits: int = 8
     panel_fewest_parts: int = 4
-    """Of a sum that is split, and parts of each of them."""
+    """Split-K: most splits, and fewest steps of each."""
     wgmma_fewest: int = 3
     wgmma_most: int = 64
-    """Tokens of these products."""
+    """Fewest and most tokens of the products by warp groups."""
     wgmma_rows: int = 64
     wgmma_part: int = 128
     wgmma_stages: int = 6
-    """Rows of a block of the weight, of which a program takes two; columns of a part of them; and
-    how many parts it has at once."""
+    """Rows of a block of the weight, of which a program takes two; columns in one step; and
+    pipeline stages."""
     wgmma_spare: int = 1 << 10
     """Bytes of a program's memory beside those."""
     wgmma_registers: int = 128
