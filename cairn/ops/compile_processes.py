@@ -54,9 +54,8 @@ class Kernel(NamedTuple):
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Kernel | None:
-        """What the function compiles that Triton 3.6 submits to an executor; None: something else.
-
-        Triton has no interface that says it: the function's own variables do.
+        """The kernel that a function compiles which Triton 3.6 submits to an executor; None: the
+        function is another one. Triton has no interface for it: this reads the function's closure.
         """
         given = inspect.getclosurevars(function).nonlocals
         if not {"src", "target", "options"} <= given.keys():
@@ -76,7 +75,7 @@ class Kernel(NamedTuple):
 
 
 class Compilers:
-    """The processes, until `close`. If they fail, nothing is compiled.
+    """The processes, until `close`. If they fail, `compile` returns at once.
 
     Args:
         workers: how many compile at the same time.
@@ -89,6 +88,8 @@ class Compilers:
             [sys.executable, "-P", "-m", __name__, str(workers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # What does not compile says so where it is launched.
+            stderr=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
         )
@@ -98,7 +99,7 @@ class Compilers:
         self._reader.start()
 
     def compile(self, function: Callable[..., Any]) -> None:
-        """Compile what a function would, see `Kernel.of`, and wait for it."""
+        """Compile the kernel of a function, see `Kernel.of`, and wait for it."""
         kernel = Kernel.of(function)
         if kernel is None:
             return
@@ -122,7 +123,7 @@ class Compilers:
         self._server.wait()
 
     def _read(self) -> None:
-        """Take the numbers of what is done, then tell everyone who still waits."""
+        """Wake those whose kernels are done, and at the end everyone else."""
         assert self._server.stdout is not None
         with contextlib.suppress(OSError):
             while frame := self._server.stdout.read(NUMBER.size):
@@ -135,7 +136,7 @@ class Compilers:
 
 
 def serve(tasks: BinaryIO, answers: BinaryIO, workers: int) -> ProcessPoolExecutor:
-    """Compile what comes until the tasks end; the workers, which may not have."""
+    """Hand tasks to workers until there are no more; returns the workers, which may still run."""
     lock = threading.Lock()
 
     def answer(number: int, _: Future[None]) -> None:
@@ -161,5 +162,5 @@ if __name__ == "__main__":
     _answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     serve(sys.stdin.buffer, _answers, int(sys.argv[1]))
-    # The client has ended: so do the workers, whatever they do.
+    # The client has ended.
     os.killpg(0, signal.SIGKILL)
