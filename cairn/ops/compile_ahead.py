@@ -12,8 +12,9 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops import gpu
-from cairn.ops.compile_processes import Compilers
+from cairn.ops.compile_processes import Compilers, Kernel
 
 log = logging.getLogger(__name__)
 
@@ -36,27 +37,39 @@ class _Workers(ThreadPoolExecutor):
     """Threads that have kernels compiled, and load them.
 
     Args:
-        count: how many.
-        compilers: processes that compile; None: the threads do.
+        count: how many; FEWEST_PROCESSES or more have as many processes compile for them.
     """
 
-    def __init__(self, count: int, compilers: Compilers | None) -> None:
+    def __init__(self, count: int) -> None:
         # CUDA's current device is per thread and is device 0 in a new one.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         begin = None if device is None else functools.partial(torch.cuda.set_device, device)
         super().__init__(count, initializer=begin)
-        self._compilers = compilers
+        self._count, self._lock = count, threading.Lock()
+        self._compilers: Compilers | None = None
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As an executor's; the function gives a compiled kernel."""
 
         def run() -> Any:
-            if self._compilers is not None:
-                # It is in the cache on disk then, where the function finds it.
-                self._compilers.compile(function)
+            kernel = Kernel.of(function) if self._count >= FEWEST_PROCESSES else None
+            if kernel is not None and not kernel.is_kept:
+                self._processes().compile(kernel)
             return gpu.loaded(function(*args, **kwargs))
 
         return super().submit(run)
+
+    def _processes(self) -> Compilers:
+        """Started when the first kernel is not on disk."""
+        with self._lock:
+            self._compilers = self._compilers or Compilers(self._count)
+            return self._compilers
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As an executor's; the processes end."""
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if self._compilers is not None:
+            self._compilers.close()
 
 
 class _Compiler:
@@ -103,11 +116,7 @@ def compile_ahead(
     if mode is None or workers < 2 or gpu.watch.observer is not None:
         return
     began = time.perf_counter()
-    with (
-        _compilers(workers) as compilers,
-        _Workers(workers, compilers) as executor,
-        mode(executor, ignore_errors=True) as running,
-    ):
+    with _Workers(workers) as executor, mode(executor, ignore_errors=True) as running:
         gpu.watch.observer = _Compiler()
         try:
             work()
@@ -119,13 +128,3 @@ def compile_ahead(
     if note is not None:
         with contextlib.suppress(OSError):
             note.touch()
-
-
-@contextlib.contextmanager
-def _compilers(workers: int) -> Iterator[Compilers | None]:
-    """Processes, if there are so many workers that they pay."""
-    if workers < FEWEST_PROCESSES:
-        yield None
-        return
-    with contextlib.closing(Compilers(workers)) as compilers:
-        yield compilers

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import inspect
 import itertools
@@ -41,6 +42,7 @@ class Kernel(NamedTuple):
         signature, constants, attrs: what it is specialised for.
         target: the device.
         options: of the compiler.
+        environment: variables that the compiler reads.
     """
 
     source: type
@@ -51,6 +53,7 @@ class Kernel(NamedTuple):
     attrs: dict[Any, Any]
     target: Any
     options: dict[str, Any]
+    environment: dict[str, Any]
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Kernel | None:
@@ -58,20 +61,32 @@ class Kernel(NamedTuple):
         function is another one. Triton has no interface for it: this reads the function's closure.
         """
         given = inspect.getclosurevars(function).nonlocals
-        if not {"src", "target", "options"} <= given.keys():
+        if not {"src", "target", "options", "env_vars"} <= given.keys():
             return None
         source, of = given["src"], given["src"].fn
         parts = source.signature, source.constants, source.attrs, given["target"]
-        options = dict(given["options"].__dict__)
-        return Kernel(type(source), of.__module__, of.__qualname__, *parts, options)
+        rest = dict(given["options"].__dict__), given["env_vars"]
+        return Kernel(type(source), of.__module__, of.__qualname__, *parts, *rest)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether Triton's cache has it."""
+        caches = importlib.import_module("triton.runtime.cache")
+        backend = importlib.import_module("triton.compiler").make_backend(self.target)
+        options = backend.parse_options(self.options)
+        key = caches.get_cache_key(self._specialised(), backend, options, self.environment)
+        name = f"{self.name[:150]}.json"
+        files = caches.get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name)
+        return name in (files or {})
 
     def compile(self) -> None:
         """Compile it into Triton's cache."""
-        from triton import compile as compiled
+        compiled = importlib.import_module("triton").compile
+        compiled(self._specialised(), target=self.target, options=self.options)
 
+    def _specialised(self) -> Any:
         function = getattr(importlib.import_module(self.module), self.name)
-        source = self.source(function, self.signature, self.constants, self.attrs)
-        compiled(source, target=self.target, options=self.options)
+        return self.source(function, self.signature, self.constants, self.attrs)
 
 
 class Compilers:
@@ -98,11 +113,8 @@ class Compilers:
         self._reader = threading.Thread(target=self._read, name="compilers", daemon=True)
         self._reader.start()
 
-    def compile(self, function: Callable[..., Any]) -> None:
-        """Compile the kernel of a function, see `Kernel.of`, and wait for it."""
-        kernel = Kernel.of(function)
-        if kernel is None:
-            return
+    def compile(self, kernel: Kernel) -> None:
+        """Compile a kernel, and wait for it."""
         done: Future[None] = Future()
         with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
             frame = pickle.dumps(kernel)

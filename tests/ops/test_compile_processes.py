@@ -39,10 +39,9 @@ def test_every_task_is_answered_also_one_that_fails(tmp_path: Path) -> None:
 def test_without_a_server_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     compilers = Compilers(2)
-    kernel = Kernel(object, "math", "sin", {}, {}, {}, None, {})
-    monkeypatch.setattr(Kernel, "of", staticmethod(lambda function: kernel))
-    compilers.compile(lambda: None)
-    compilers.compile(lambda: None)
+    kernel = Kernel(object, "math", "sin", {}, {}, {}, None, {}, {})
+    compilers.compile(kernel)
+    compilers.compile(kernel)
     compilers.close()
 
 
