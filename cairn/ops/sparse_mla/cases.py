@@ -152,7 +152,12 @@ def _(make: Make) -> Cases:
 
 @paged_mqa_logits_into.cases
 def _(make: Make) -> Cases:
-    for dtype, size, heads, dim in ((torch.float32, 4, 3, 24), (torch.bfloat16, 16, 4, 32)):
+    half = torch.bfloat16
+    for dtype, size, heads, dim in (
+        (torch.float32, 4, 3, 24),
+        (half, 16, 4, 32),
+        (half, 64, 4, 32),
+    ):
         paged = make.paged((70, 3, 0, 41), 1, size, dim, dtype=dtype)
         keys, table = paged.k_cache[:, 0], paged.page_table
         row, slot, _ = paged.queries((20, 1, 0, 3))
@@ -169,7 +174,7 @@ def _(make: Make) -> Cases:
         small = index_cache.pack(keys, preshuffled=False, scale_ue8m0=True)
         yield make.args(q, weights, small, table, row, context, part)
         yield make.args(q, weights, small, table, row, context, part, chunked=True)
-        if size == 16:
+        if size % index_cache.TILE == 0:
             own, factor = index_cache.quantize(q, scale_ue8m0=False)
             tiles = index_cache.pack(keys, preshuffled=True, scale_ue8m0=False)
             for chunked in (False, True):

@@ -91,12 +91,12 @@ def score(
         return
     padded = max(16, gpu.next_power_of_2(heads))
     side = max(1, TUNING.chunk_columns // padded) if chunked else 1
-    size = TUNING.chunk_keys if side > 1 else TUNING.score_keys
-    groups = -(-tokens // side)
-    tiles, most = -(-width // size), TUNING.score_programs // groups
-    if side == 1:
-        enough = TUNING.least_score_programs // groups
-        most = max(enough, min(most, tiles // TUNING.least_score_tiles))
+    size, least = TUNING.score_keys, TUNING.least_score_tiles
+    if side > 1:
+        size, least = TUNING.chunk_keys, TUNING.least_chunk_tiles
+    groups, tiles = -(-tokens // side), -(-width // size)
+    enough = TUNING.least_score_programs // groups
+    most = max(enough, min(TUNING.score_programs // groups, tiles // least))
     splits = max(1, min(tiles, most))
     single = q.dtype == torch.float32
     scores_kernel[(groups, splits)](

@@ -16,8 +16,9 @@ class SparseMlaTuning(Tuning):
     different numbers of keys."""
     least_score_programs: int = 528
     least_score_tiles: int = 8
-    """Where a program has one token: with more programs than that, each has at least so many tiles
-    of keys, so that it loads the next tile while it multiplies one."""
+    least_chunk_tiles: int = 32
+    """With more programs than that, each has at least so many tiles of keys, with one token and
+    with several of a chunk: it loads its queries once, and the next tiles while it multiplies."""
     score_keys: int = 128
     chunk_keys: int = 64
     """Keys of a tile, where a program has one token, and where it has several of a chunk."""

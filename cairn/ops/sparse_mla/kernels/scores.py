@@ -25,8 +25,8 @@ def score_keys(
     query, weight, begin, end, low, high, mine, keys, scales, table, out, out_token,
     width, pages, page_stride, scale_stride,
     DIM: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    TOKENS: tl.constexpr, PRESHUFFLED: tl.constexpr, COMPACT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ONE_PAGE: tl.constexpr, TOKENS: tl.constexpr, PRESHUFFLED: tl.constexpr,
+    COMPACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the scores of keys low .. high - 1 for the tokens `mine`, each of those that it sees.
 
@@ -34,14 +34,23 @@ def score_keys(
         query: [DP, TOKENS * heads]; weight: [TOKENS * heads].
         begin, end: [TOKENS], the keys that each token sees; out_token: where its scores begin, of
             which there are `width`.
-        SIZE: slots of a page; 0: keys lie side by side.
+        SIZE: slots of a page; 0: keys lie side by side. ONE_PAGE: no tile of KEYS keys is of two
+            pages.
     """
     column = tl.arange(0, DP)[None, :]
+    coming = low
+    if ONE_PAGE:
+        # Known a tile ahead, so that copies of keys do not wait for it.
+        coming = tl.load(table + low // SIZE, mask=low < high, other=-1)
     for start in range(low, high, KEYS):
         position = start + tl.arange(0, KEYS)
         inside = position < high
         if SIZE:
-            page = tl.load(table + position // SIZE, mask=inside, other=-1)
+            if ONE_PAGE:
+                page = coming + 0 * position
+                coming = tl.load(table + (start + KEYS) // SIZE, mask=start + KEYS < high, other=-1)
+            else:
+                page = tl.load(table + position // SIZE, mask=inside, other=-1)
             inside = inside & (page >= 0) & (page < pages)
             page = tl.where(inside, page, 0).to(tl.int64)
             slot = position % SIZE
@@ -97,6 +106,7 @@ def scores_kernel(
         page_stride: from page to page, or with SIZE = 0 from key to key.
         SIZE: slots of a page; 0: keys lie side by side, without a page table.
     """
+    one_page: tl.constexpr = (SIZE > 0 and SIZE % KEYS == 0) and begins is None
     # Late tokens see the most keys: they start first.
     group = tl.num_programs(0) - 1 - tl.program_id(0)
     splits = tl.num_programs(1)
@@ -138,6 +148,6 @@ def scores_kernel(
         score_keys(
             query, weight, begin, end, low, tl.minimum(low + each, high), mine,
             keys, scales, own, out, out_token, width, pages, page_stride, scale_stride,
-            DIM, DP, SIZE, KEYS, TOKENS, PRESHUFFLED, COMPACT, PRECISION,
+            DIM, DP, SIZE, KEYS, one_page, TOKENS, PRESHUFFLED, COMPACT, PRECISION,
         )  # fmt: skip
         pending = pending & ~mine
