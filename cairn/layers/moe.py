@@ -37,7 +37,7 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         places: which experts the ranks or engines hold; None: each has a part of all.
-        shared: the shared expert, if it is a MLP of its own.
+        shared: the shared expert, if it is an MLP of its own.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MixtureOfExperts(nn.Module):
         joined = _joined(spec, group, routed, own.of([*up, *down], experts=True))
         held = None if self.places is None else self.places.held
         experts = Experts(spec.experts, held, joined)
-        # A gate gives the shared expert's weight, also if that is a MLP of its own.
+        # A gate gives the shared expert's weight, also if that is an MLP of its own.
         self.router = Router(spec, hidden, dtype, joined or int(spec.shared_gate))
         self.gate_up = ExpertLinear(experts, hidden, up, "gate_up_proj", dtype=dtype, scheme=routed)
         self.down = ExpertLinear(
@@ -140,7 +140,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def _joined(spec: MoeFfn, group: Group, routed: Scheme, shared: Scheme) -> int:
-    """How many experts of the grouped products the shared one is; 0: it is a MLP of its own."""
+    """How many experts of the grouped products the shared one is; 0: it is an MLP of its own."""
     # With expert parallelism ranks divide the shared expert's columns. As an expert among the
     # others each of them would have it whole.
     if spec.placement or spec.shared % spec.intermediate:

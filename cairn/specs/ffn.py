@@ -37,7 +37,7 @@ class DenseFfn:
 
     def of_rank(self, ranks: int) -> Self:
         """The part of one of several ranks. Raises BadConfig if it cannot be divided."""
-        return replace(self, intermediate=share(self.intermediate, ranks, "rows of a MLP"))
+        return replace(self, intermediate=share(self.intermediate, ranks, "rows of an MLP"))
 
     @property
     def description(self) -> str:

@@ -14,9 +14,10 @@ from cairn.ops.moe.tuning import TUNING
 
 MOST_BUCKETS = 4095
 LEAST_BUCKETS, LEAST_CHUNK = 32, 128
-"""Of a program that counts: a warp has a bucket for every thread, and four a place."""
+"""Fewest buckets and places of a program that counts: a bucket for each thread of a warp, and a
+place for each thread of four."""
 SCALES = 128
-"""Rows that an expert's block scales begin at a multiple of."""
+"""The block scales of an expert begin at a row that is a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

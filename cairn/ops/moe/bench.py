@@ -35,7 +35,7 @@ from cairn.ops.registry import Op
 from cairn.ops.testing import cases_of
 
 ROUTERS = {"full": ((1, 256, 8), (64, 256, 8), (8192, 256, 8)), "tiny": ((1, 16, 2), (5, 16, 2))}
-"""Tokens, experts and chosen ones of each token that routing is timed on."""
+"""Tokens, experts, and experts that a token chooses, on which routers are timed."""
 WIDTH = 2048
 """Numbers of a token in them."""
 
@@ -57,7 +57,7 @@ LAYERS = {
     "full": ((2048, 512, 256, 8), (2048, 1408, 64, 6)),
     "tiny": ((32, 16, 8, 2),),
 }
-"""Widths of a token and between the products, experts, chosen ones."""
+"""Width of a token, width between the two products, experts, and experts that a token chooses."""
 BATCHES = {"full": (1, 64, 8192), "tiny": (1, 5)}
 """Tokens."""
 

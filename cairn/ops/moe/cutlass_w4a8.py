@@ -14,7 +14,7 @@ from cairn.ops.registry import op
 
 GROUP = 128
 TOGETHER = 4
-"""Groups whose scales lie side by side, where their number is a multiple of it."""
+"""Groups whose scales lie side by side, if the number of groups is a multiple of it."""
 
 
 @op(mutates=WRITTEN[:-1])

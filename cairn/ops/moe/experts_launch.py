@@ -18,9 +18,9 @@ from cairn.ops.quantization.codes import E4M3, E4M3_MAX
 
 RULE = quantization.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", EPS, inverse=True)
 MOST_EXPERTS = align_launch.MOST_BUCKETS + 1
-"""Of rows that are sorted already."""
+"""Largest number of experts for rows that are sorted by expert already."""
 _ALIGNED = 16
-"""Bytes that a table's address and its lines' are multiples of."""
+"""TMA copies from matrices whose address and row stride are multiples of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

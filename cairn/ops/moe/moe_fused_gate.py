@@ -13,7 +13,7 @@ from cairn.ops.registry import op
 
 NAME = "moe_fused_gate"
 BEST = 2
-"""Experts that a group is ranked by."""
+"""A group is ranked by the sum of its so many best experts."""
 
 
 @op

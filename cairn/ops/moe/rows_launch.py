@@ -9,10 +9,10 @@ from cairn.ops.moe.kernels.rows import gather_rows_kernel, sum_rows_kernel
 from cairn.ops.pdl import uses_pdl
 
 MOST_ADDED = 64
-"""Rows of a token."""
+"""Most rows that are added up for a token."""
 BLOCK, WARPS = 1024, 4
 SUM_NUMBERS = 4096
-"""Numbers that a program adds up at once, of all rows."""
+"""Numbers that a program loads at once: those of all rows of a part of a token."""
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:

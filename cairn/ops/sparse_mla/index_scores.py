@@ -11,7 +11,7 @@ from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import Tolerance
 
 ALIGNED = 64
-"""Scores of whose multiples rows begin: several are read and written at once."""
+"""The row stride of scores is a multiple of it, so that several are read and written at once."""
 TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float32: (1e-4, 1e-4),
     torch.bfloat16: (1e-3, 1e-3),

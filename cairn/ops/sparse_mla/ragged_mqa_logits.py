@@ -23,7 +23,7 @@ from cairn.ops.sparse_mla.index_scores import (
 )
 
 BLOCK = 64
-"""Keys that are multiplied at once."""
+"""Keys that the definition multiplies at once."""
 
 
 @op(mutates=("logits",))

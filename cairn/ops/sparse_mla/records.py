@@ -24,10 +24,10 @@ from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, scale_for
 TILE = 128
 """Numbers of a latent that share a scale."""
 WHOLE_TILE, WHOLE_SCALES = 64, 8
-"""Of the second format: numbers that share a scale, and what the number of scales is padded to a
-multiple of."""
+"""Of the second format: numbers that share a scale; the number of scales of a record is padded to a
+multiple of 8."""
 LEAST_SCALE = 1e-4
-"""A tile of zeros has a scale, too: the power of two above."""
+"""Lower bound of scales, before they are rounded up to a power of two."""
 
 
 def is_quantized(cache: Tensor) -> bool:

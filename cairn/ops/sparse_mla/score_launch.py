@@ -14,7 +14,7 @@ from cairn.ops.sparse_mla.kernels.scores import scores_kernel
 from cairn.ops.sparse_mla.tuning import TUNING
 
 MOST_HEADS, MOST_DIM = 128, 256
-"""Of queries that fit one program."""
+"""Largest queries of a program."""
 
 
 @dataclass(frozen=True, slots=True)

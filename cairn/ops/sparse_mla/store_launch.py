@@ -17,7 +17,7 @@ from cairn.ops.sparse_mla.score_launch import words_fit
 from cairn.ops.sparse_mla.tuning import TUNING
 
 ROTATED = 16
-"""Rows of a program that multiplies them by a matrix."""
+"""Rows of a program that multiplies them by the Hadamard matrix."""
 
 
 def fits_index(k: Tensor, cache: Tensor, location: Tensor) -> bool:
