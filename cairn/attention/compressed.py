@@ -1,12 +1,12 @@
-"""Attention over the records of a window and over entries that stand for earlier tokens.
+"""Attention over the records of a window and over entries, each of which stands for m tokens.
 
-A window's record and the inputs of which entries are made are kept as long as a window reaches, and
-entries with the keys of their indexer as long as their sequence. Every token has inputs of its own
-and an entry is made of those of its tokens when the last of them is there, so nothing of it depends
-on how a prompt was cut, and what a wrong guess has written is written again before it is read.
+Records, and the inputs that entries are computed from, are kept for the tokens that a window
+reaches; entries and their index keys for the whole sequence. An entry is computed from the stored
+inputs of its tokens when the last of them runs. So it does not depend on how a prompt was divided
+into chunks, and what a rejected guess wrote is overwritten before it is read.
 
-An entry lies in the page of its last token. A page of S slots holds S / m of them, or 1 where a
-window of m tokens is as long as several pages.
+An entry lies in the page of its last token. A page of S slots holds S / m of them, or 1 if m tokens
+fill several pages.
 """
 
 from __future__ import annotations

@@ -22,12 +22,13 @@ from cairn.specs.compressed import CompressedSpec, CompressionSpec
 
 
 class Compressor(nn.Module):
-    """What makes entries of the inputs that a projection gives.
+    """The parameters by which the inputs of a window's tokens become an entry: a bias for each
+    place in the window, and a norm.
 
     Args:
         spec: windows.
         dim: d, numbers of an entry.
-        eps: of its norm.
+        eps: of the norm.
     """
 
     def __init__(self, spec: CompressionSpec, dim: int, eps: float) -> None:
@@ -44,7 +45,7 @@ class Compressor(nn.Module):
         return [bias, *self.norm.weights(source, "norm")]
 
     def of(self, cos_sin: Tensor) -> Compression:
-        """For a step, with the angles [T, dr] of the windows that its tokens close."""
+        """These with the angles [T, dr] of a step: those of the window that each token closes."""
         return Compression(self.bias, self.norm.weight, self.norm.eps, cos_sin)
 
 
@@ -97,7 +98,7 @@ class CompressedAttention(nn.Module):
             self._compress(own, hidden, dtype)
 
     def _compress(self, own: CompressionSpec, hidden: int, dtype: torch.dtype) -> None:
-        """Build what makes entries, of projections that are not quantised."""
+        """Build the compressors, and the projection of their inputs, which is not quantised."""
         self.compressor = Compressor(own, self.spec.head_dim, self.spec.eps)
         wide = self.compressor.wide
         side = [Rows("compressor.wkv", wide), Rows("compressor.wgate", wide)]
@@ -145,7 +146,7 @@ class CompressedAttention(nn.Module):
         return Product(self.out, y.flatten(1))
 
     def _entries(self, x: Tensor, index_q: Tensor, angles: Angles) -> EntryInputs | None:
-        """What entries are made of and selected by; None in a layer without them.
+        """The inputs of entries, and the indexer's queries; None in a layer without entries.
 
         Args:
             x: [T, hidden].
