@@ -49,7 +49,7 @@ class Rows:
     Attributes:
         count: rows, and tiles: both at most.
         owners: [tiles] the expert of each tile; None: there is one.
-        order, used, begins, ends, places, share: see there.
+        order, used, begins, ends, sizes, places, share: see there.
         gathered, scattered, single: see there.
     """
 
@@ -60,6 +60,7 @@ class Rows:
     used: Tensor | None = None
     begins: Tensor | None = None
     ends: Tensor | None = None
+    sizes: Tensor | None = None
     places: int = 0
     share: int = 1
     gathered: bool = False
@@ -115,6 +116,9 @@ def multiply(
         used=rows.used,
         begins=rows.begins,
         ends=rows.ends,
+        sizes=rows.sizes,
+        size_stride=0 if rows.sizes is None else rows.sizes.stride(0),
+        experts=len(w.x),
         places=rows.places,
         share=rows.share,
         numbers=numbers,
@@ -147,6 +151,8 @@ def multiply(
         EVEN=width % tile.part == 0,
         PRECISION="ieee" if w.x.dtype == torch.float32 else "tf32",
         HARDWARE=gpu.knows_e4m3(a.x.device),
+        STAGES=tile.stages if w.scale is not None and tile.rows <= TUNING.fewest_rows else None,
+        EP=gpu.next_power_of_2(len(w.x)),
         PDL=pdl,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -248,6 +254,10 @@ def multiply_sorted(a: Scaled, w: Scaled, out: Tensor, sizes: Tensor, offsets: T
     if not count or not experts:
         return
     tile, device = tiles_for(w, count / experts)[1], a.x.device
+    if count <= TUNING.single_places:
+        rows = Rows(count, count, begins=offsets, sizes=sizes, single=True)
+        multiply(a, w, Scaled(out), rows, spread(tile, count, out.shape[1], device))
+        return
     tiles = min(count, (count + experts * (tile.rows - 1)) // tile.rows)
     owners, begins, ends = (gpu.empty((tiles,), torch.int32, device) for _ in range(3))
     used = gpu.empty((1,), torch.int32, device)

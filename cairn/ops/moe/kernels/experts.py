@@ -93,7 +93,7 @@ def sum_products(
     scale_step, second_scale,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIR: tl.constexpr,
     SCALED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    HARDWARE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products [BM, BN] of rows of a with BN rows of a matrix from row `first` on, and with PAIR
     from row `second` on.
@@ -104,10 +104,14 @@ def sum_products(
             scales of the next block of columns are scale_step behind those of a row, and 1 behind
             that of the matrix. Without a_scale rows are numbers, which are quantised here.
         second_scale: how far the scales of row `second` are from those of `first`.
+        STAGES: of the loop, whose scales are then read ahead too; None: those of the launch, which
+            read only tiles ahead.
     """
+    # Of the loads that feed no product the compiler pipelines tensors, and no scalars.
+    line = row * 0 if STAGES is not None else 0
     left = tl.zeros((BM, BN), tl.float32)
     right = tl.zeros((BM, BN), tl.float32)
-    for column in range(0, width, BK):
+    for column in tl.range(0, width, BK, num_stages=STAGES):
         x = rows_tile(a, row, inside, column, width, a_stride, BK, EVEN)
         gate = matrix_tile(w, first, column, rows, width, w_stride, BN, BK, TABLE, EVEN)
         if SCALED:
@@ -117,11 +121,11 @@ def sum_products(
                 x = code.to(tl.float8e4nv, bitcast=True)
             else:
                 scale = tl.load(a_scale + block * scale_step, mask=inside, other=0.0)
-            own = (scale * tl.load(w_scale + block))[:, None]
+            own = (scale * tl.load(w_scale + block + line))[:, None]
             left += tl.dot(x, gate) * own
             if PAIR:
                 up = matrix_tile(w, second, column, rows, width, w_stride, BN, BK, TABLE, EVEN)
-                own = (scale * tl.load(w_scale + second_scale + block))[:, None]
+                own = (scale * tl.load(w_scale + second_scale + block + line))[:, None]
                 right += tl.dot(x, up) * own
         else:
             left = tl.dot(x, gate, left, input_precision=PRECISION)
@@ -160,22 +164,35 @@ def rows_of(
     return source, target, inside
 
 
+@triton.jit
+def owner_of(row, offsets, sizes, size_stride, experts, EP: tl.constexpr):
+    """The expert e with offsets[e] <= row < offsets[e] + sizes[e, 0]; -1 if there is none."""
+    expert = tl.arange(0, EP)
+    inside = expert < experts
+    first = tl.load(offsets + expert, mask=inside, other=0)
+    count = tl.load(sizes + expert * size_stride, mask=inside, other=0)
+    return tl.max(tl.where((first <= row) & (row < first + count), expert, -1), 0)
+
+
 @triton.jit(early=(), do_not_specialize=["places", "count", "tiles", "a_scale_step"])
 def experts_kernel(
-    a, a_scale, w, w_scale, out, out_scale, order, owners, used, begins, ends,
+    a, a_scale, w, w_scale, out, out_scale, order, owners, used, begins, ends, sizes, size_stride,
+    experts,
     places, share, numbers, width, rows, a_stride, a_scale_stride, a_scale_step, w_stride,
     w_scale_expert, w_scale_row, out_stride, out_scale_stride, out_scale_step, count, tiles,
     columns, limit,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
     KIND: tl.constexpr, CLAMPED: tl.constexpr, SCALED: tl.constexpr, GATHERED: tl.constexpr,
     SCATTERED: tl.constexpr, SINGLE: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, HARDWARE: tl.constexpr, STAGES: tl.constexpr, EP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out [R, numbers] = rows of a, each with the matrix of its expert.
 
     Tile t of rows has the expert owners[t], and is not computed if that is negative; owners None:
     the only one. Its rows are t * BM .. + BM, less than `count`; with `begins` begins[t] .. + BM,
-    less than ends[t]; SINGLE: row t alone.
+    less than ends[t]; SINGLE: row t alone. With `sizes` row t has the expert `owner_of` it, of as
+    many as `experts`, padded to EP, with begins as offsets.
 
     Args:
         a: [rows, width], or codes with a_scale [rows, blocks of columns]; numbers are quantised
@@ -191,6 +208,7 @@ def experts_kernel(
             is place // share, SCATTERED: the row of out is the place; else both are the tile's.
         used: [1], rows in use, from which follows the number of tiles; None: `tiles`.
         columns: tiles of columns.
+        STAGES: as in `sum_products`.
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
@@ -203,8 +221,10 @@ def experts_kernel(
     expert = tl.full((), 0, tl.int64)
     if owners is not None:
         expert = tl.load(owners + tile).to(tl.int64)
-        if expert < 0:
-            return
+    elif sizes is not None:
+        expert = owner_of(tile, begins, sizes, size_stride, experts, EP).to(tl.int64)
+    if expert < 0:
+        return
     source, target, inside = rows_of(
         tile, order, begins, ends, places, share, count, BM, GATHERED, SCATTERED, SINGLE
     )
@@ -222,7 +242,7 @@ def experts_kernel(
     left, right = sum_products(
         a, w, a_scale, w_scale, source, inside, first, first + numbers, rows, width, a_stride,
         w_stride, a_scale_step, half,
-        BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION, HARDWARE,
+        BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION, HARDWARE, STAGES,
     )  # fmt: skip
     if CLAMPED:
         left = tl.minimum(left, limit, propagate_nan=tl.PropagateNan.ALL)
