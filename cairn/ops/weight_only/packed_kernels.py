@@ -38,7 +38,7 @@ HALVES_TYPES = gpu.constant(",".join(["=&r"] * 8 + ["r"] * 3))
 
 @triton.jit
 def halves_of(words, more):
-    """The 8 codes of 4 bits of each word plus `more`, as tensors of more's dtype, of 16 bits."""
+    """The 8 codes of each word plus `more`, as 8 tensors of more's dtype, bfloat16 or float16."""
     if more.dtype == tl.bfloat16:
         kinds: tl.constexpr = (tl.bfloat16,) * 8
         found = tl.inline_asm_elementwise(
@@ -54,7 +54,8 @@ def halves_of(words, more):
 
 @triton.jit
 def codes_of(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr):
-    """The codes of BITS bits from a bit on, or (E4M3) the numbers that they are, float32."""
+    """float32 values of the BITS bits of each word from bit `shift` on: integers, or with E4M3 e4m3
+    numbers."""
     code = (words >> shift) & ((1 << BITS) - 1)
     if E4M3:
         number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -65,8 +66,8 @@ def codes_of(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr):
 
 @triton.jit
 def codes_as(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr, dtype: tl.constexpr):
-    """The same in a dtype, plus OFFSET: in 16 bits integers are put below the exponent of a number
-    whose last bit is worth 1, which takes no conversion."""
+    """`codes_of` in a dtype, plus OFFSET (see `packed_launch.OFFSETS`): in 16 bits an integer is
+    or'ed into the mantissa of a float whose last bit is worth 1, which saves the conversion."""
     code = (words >> shift) & ((1 << BITS) - 1)
     if E4M3:
         number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
@@ -74,6 +75,9 @@ def codes_as(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr, dtype: tl.con
         number = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     elif dtype == tl.bfloat16 and BITS == 4:
         number = (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif dtype == tl.bfloat16:
+        # Of 8 bits a bfloat16 has no room; in float32 it takes less time than a conversion.
+        number = (code | 0x4B000000).to(tl.float32, bitcast=True)
     else:
         number = code.to(dtype)
     return number
@@ -112,6 +116,8 @@ def packed_sum(
     COUNT: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = 16 * COUNT
     dtype: tl.constexpr = own.dtype.element_ty
+    wide: tl.constexpr = dtype == tl.bfloat16 and BITS == 8 and not E4M3
+    kind: tl.constexpr = tl.float32 if wide else dtype
     line = tl.arange(0, UNIT)
     total = tl.zeros((BM, BN), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
@@ -121,7 +127,7 @@ def packed_sum(
         if GROUP == 0 or GROUP % BLOCK == 0:
             group = block * BLOCK // GROUP if GROUP > 0 else 0
             middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
-            middle = (middle + OFFSET).to(dtype)
+            middle = (middle + OFFSET).to(kind)
             factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
             part = tl.zeros((BM, BN), tl.float32)
             if PTX and BITS == 4 and dtype != tl.float32:
@@ -133,6 +139,7 @@ def packed_sum(
                 for j in tl.static_range(COUNT):
                     left = rows_at(own, block * BLOCK + j * UNIT, inside, width, EVEN)
                     right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
+                    right = right.to(dtype)
                     part = tl.dot(left, right, part, input_precision=PRECISION)
             total += part * factor[None, :]
         else:
@@ -140,9 +147,10 @@ def packed_sum(
                 first = block * BLOCK + j * UNIT
                 group = tl.minimum(first // GROUP, groups - 1)
                 middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
-                middle = (middle + OFFSET).to(dtype)
+                middle = (middle + OFFSET).to(kind)
                 left = rows_at(own, first, inside, width, EVEN)
                 right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
+                right = right.to(dtype)
                 factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
                 total += tl.dot(left, right, input_precision=PRECISION) * factor[None, :]
     return total
@@ -195,7 +203,7 @@ def experts_packed_kernel(
     """out [places, numbers]: row place // share of x times the matrix of the place's expert.
 
     Tiles of places are those of `cairn.ops.moe.experts_launch.Rows`: tile t has the expert
-    owners[t], and is not computed if that is negative.
+    owners[t]. If that is negative it is not computed; SINGLE: its place is 0.
 
     Args:
         words: [E, 16 * blocks, numbers]; scale, zero: [E, groups, numbers].
@@ -210,8 +218,13 @@ def experts_packed_kernel(
         tiles = tl.load(used) // BM
     if tile >= tiles:
         return
+    number = tl.program_id(0) * BN + tl.arange(0, BN)
+    there = number < numbers
     expert = tl.load(owners + tile).to(tl.int64)
     if expert < 0:
+        if SINGLE:
+            nothing = tl.zeros((BN,), out.dtype.element_ty)
+            tl.store(out + tile.to(tl.int64) * numbers + number, nothing, mask=there)
         return
     source, target, inside = rows_of(
         tile, order, None, None, places, share, count, BM, True, True, SINGLE
@@ -220,8 +233,6 @@ def experts_packed_kernel(
     scale += expert * groups * numbers
     if zero is not None:
         zero += expert * groups * numbers
-    number = tl.program_id(0) * BN + tl.arange(0, BN)
-    there = number < numbers
     total = packed_sum(
         x + source[:, None] * x_stride, inside, words, scale, zero, number, there, 0, blocks,
         width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION, EVEN,

