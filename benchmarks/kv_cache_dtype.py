@@ -1,7 +1,7 @@
 """What pages in 8 and 4 bits cost: logits of the golden models, and facts found in long documents.
 
     python benchmarks/kv_cache_dtype.py [--device cuda] [--dtypes bfloat16] [--cases cairn-7m]
-        [--contexts 4096,32768] [--output FILE]
+        [--contexts 4096,32768] [--formats auto,fp4_e2m1] [--output FILE]
 
 Run it in the repository's root: the golden models lie under tests/data.
 """
@@ -104,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--formats", default=",".join(("auto", *KV_FORMATS)))
     parser.add_argument("--cases", default="")
     parser.add_argument("--contexts", default="4096,32768")
     parser.add_argument("--output", type=Path)
@@ -113,7 +114,7 @@ def main() -> None:
     contexts = [int(word) for word in given.contexts.split(",") if word]
     cases = [word for word in given.cases.split(",") if word]
     for dtype in given.dtypes.split(","):
-        for kv in ("auto", *KV_FORMATS):
+        for kv in given.formats.split(","):
             options = {"device": given.device, "dtype": dtype, "kv_cache_dtype": kv}
             found = [golden_records(options, cases)]
             if dtype == "bfloat16":
