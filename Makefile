@@ -34,7 +34,8 @@ test: $(STAMP) ## the CPU suite: about 16 minutes on two cores, no GPU, nothing 
 # processes share the GPU.
 GPU_TESTS := tests/ops tests/runner tests/failures $(addprefix tests/engine/test_, \
 	goldens.py invariance.py selection.py overlap.py kv_cache_dtype.py dsa_gpu.py dsv4_gpu.py dense.py \
-	draft_head.py speculation.py trees.py images_gpu.py qwen35_gpu.py records_gpu.py warmup.py window_pages.py) tests/bench/test_timing.py \
+	draft_head.py speculation.py trees.py images_gpu.py qwen35_gpu.py records_gpu.py host_tier.py \
+	warmup.py window_pages.py) tests/bench/test_timing.py \
 	tests/models/test_quantised.py tests/train
 GPU_WORKERS ?= 12
 GPU_PARALLEL = $$(python3 -c 'import xdist' 2>/dev/null && echo --numprocesses=$(GPU_WORKERS) --dist=worksteal)

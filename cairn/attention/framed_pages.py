@@ -3,10 +3,11 @@
 The window is read from pages on the device. A page is stored to host memory by the step that
 completes it, a window before a query may select it.
 
-Of a chunk, each layer brings the pages that it selects into frames before it attends them; queries
-whose pages might not fit into the frames together follow each other. Where few queries run on a
-GPU, a layer reads pages that have no frame where they lie in host memory, and what all layers have
-read comes into frames together behind the last one, for the next step.
+Of a chunk, each layer brings the pages that it selects into frames before it attends them. Where
+the chunk's pages do not fit into the frames together, queries are attended one batch after the
+other. Where few queries run on a GPU, a layer reads pages that have no frame where they lie in host
+memory, and what all layers have read comes into frames together behind the last one, for the next
+step.
 """
 
 from __future__ import annotations
@@ -62,18 +63,41 @@ class FramedStep:
         far, _ = self.frames.of_layer(layer)
         self._copy(near, far, self.windows, self.batch.completed_pages, near[0][0].nbytes)
 
-    def resolved(self, layer: int, indices: Tensor, at: slice) -> Tensor:
-        """The frames [t, h_kv, K] int32 in which a layer's selected pages are now.
+    def resolved(self, layer: int, indices: Tensor, row: Tensor, renewed: bool) -> Tensor:
+        """The frames [t, h_kv, K] int32 in which selected pages of a layer are now.
 
         Args:
             layer: place among those with frames.
-            indices: [T, h_kv, K]; at: of which queries, no more than fill the frames.
+            indices: [t, h_kv, K], no more than fill the frames; row: [t].
+            renewed: this is the layer's first call of the step.
         """
-        held, row = self.frames.map_of(layer), self.batch.row[at]
-        found, sources, targets = self._resolve(held, indices[at], row, renewed=at.start == 0)
+        held = self.frames.map_of(layer)
+        found, sources, targets = self._resolve(held, indices, row, renewed)
         source, target = self.frames.of_layer(layer)
         self._copy(source, target, sources.view(-1), targets.view(-1), source[0][0, 0].nbytes)
         return found
+
+    def resolved_together(self, layer: int, indices: Tensor, pages: int) -> Tensor | None:
+        """`resolved` of all queries [T, h_kv, K] of a step of one row, which select among its first
+        `pages`: each page is looked for once, not once a query. None: they do not fill frames
+        together."""
+        tokens, heads, topk = indices.shape
+        # One page more takes the places without a page.
+        chosen = indices.masked_fill(indices < 0, pages).transpose(0, 1).flatten(1).long()
+        marked = torch.zeros(heads, pages + 1, dtype=torch.bool, device=indices.device)
+        marked = marked.scatter_(1, chosen, True)[:, :-1]
+        numbers = torch.arange(pages, dtype=torch.int32, device=indices.device)
+        wanted = torch.where(marked, numbers, pages)
+        if pages > self.frames.count:
+            if int(marked.sum(1).max()) > self.frames.count:
+                return None
+            wanted = wanted.sort(1).values[:, : self.frames.count]
+        given = wanted.masked_fill(wanted == pages, -1).t().unsqueeze(2).contiguous()
+        row = self.batch.row[:1].expand(len(given)).contiguous()
+        found = self.resolved(layer, given, row, renewed=True)
+        frame = found.new_full((heads, pages + 1), -1)
+        frame.scatter_(1, wanted.long(), found.squeeze(2).t())
+        return frame.gather(1, chosen).view(heads, tokens, topk).transpose(0, 1).contiguous()
 
     def attend(
         self, spec: HilsSpec, layer: int, inputs: HilsInputs, near: Pair, summaries: Summaries,
@@ -169,10 +193,14 @@ def attend_framed(
     place = frames.layers.index(layer)
     _, caches = frames.of_layer(place)
     table = frames.numbers.expand(step.page_table.shape[0], -1)
-    most = frames.count // topk
+    one_row = plan.rows is not None and len(plan.rows.row) == 1
+    together = step.resolved_together(place, indices, max(1, candidates)) if one_row else None
+    most = len(q) if together is not None else frames.count // topk
     for begin in range(0, len(q), most):
         at = slice(begin, begin + most)
-        found = step.resolved(place, indices, at)
+        found = together
+        if found is None:
+            found = step.resolved(place, indices[at], batch.row[at], renewed=begin == 0)
         done.append(ops.page_attention(q[at], *caches, batch.row[at], table, found, weights[at]))
     o_pages = done[0] if len(done) == 1 else torch.cat(done)
     return ops.blend_window(o_pages, o_window, window_weight, q.dtype)

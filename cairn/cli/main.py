@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,9 @@ from cairn.errors import BadConfig, BadModel, BadRequest, CairnError
 from cairn.obs import log
 from cairn.version import __version__
 
+COLLECTED = 100_000, 20, 100
+"""Thresholds of Python's collector. What a command imports stays: with Python's own thresholds, 0.6
+of the 9.7 s of CPU of a warm `cairn generate` went into collections that found nothing."""
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
@@ -62,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: what follows the program's name; None takes sys.argv.
     """
+    gc.set_threshold(*COLLECTED)
     try:
         code = cairn.main(args=arguments, prog_name="cairn", standalone_mode=False)
     except click.ClickException as error:
