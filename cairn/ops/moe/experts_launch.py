@@ -91,10 +91,8 @@ def multiply(
             program where w has some.
         w: [E, N, K] contiguous, or [E, 2N, K] of a kind.
         out: [any, N].
-        rows: which row has which expert.
-        tile: of a program.
-        kind: of the activation; "": none.
-        limit: of what goes into it, see `fused_experts`; 0: none.
+        rows, tile: which row has which expert, and what a program computes.
+        kind, limit: the activation, "" for none, and its limit, see `fused_experts`; 0: none.
     """
     _, lines, width = w.x.shape
     numbers = out.x.shape[1]
