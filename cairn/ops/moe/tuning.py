@@ -55,6 +55,11 @@ class MoeTuning(Tuning):
     """Tiles of so few rows have fewer columns, down to so many, where there are few programs."""
     quantized_inside: int = 512
     """Widest rows of such tiles that every program of a product in fp8 quantises itself."""
+    vector_width: int = 8192
+    """Widest single rows that are multiplied without tensor cores."""
+    vector_bytes: int = 1 << 14
+    """Bytes of a matrix that a program of these loads at once."""
+    vector_warps: int = 4
     tiles: dict[str, tuple[tuple[int, Tile, Tile], ...]] = field(
         default_factory=lambda: {
             "16": (

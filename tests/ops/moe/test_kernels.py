@@ -67,7 +67,7 @@ def test_a_product_quantises_short_rows_itself(tuned: Tuned) -> None:
     scales = {"w1_scale": torch.rand(2, 2, 2), "w2_scale": torch.rand(2, 2, 1)}
     found = []
     for widest in (0, 256):
-        tuned(TUNING, quantized_inside=widest)
+        tuned(TUNING, quantized_inside=widest, vector_width=0)
         found.append(
             (
                 ops.fused_experts.using("triton")(x, w1, w2, weights, ids, **scales),
