@@ -1,8 +1,8 @@
 """The gated delta rule in chunks (see `recurrence`), on tensor cores.
 
-What a chunk does to any state is worked out for all chunks at once, then states go from chunk to
-chunk. With the sums G of log decays inside a chunk, D[i, j] = e^(G_i - G_j), l the factors that
-give keys and queries length 1:
+`chunk_kernel` computes for all chunks in parallel what does not depend on the state; then
+`carry_kernel` takes the states from chunk to chunk. With G the running sum of log decays in a
+chunk, D[i, j] = e^(G_i - G_j), and l the inverse l2 norms of keys and queries:
 
     A = the part of beta_i l_i l_j (k_i . k_j) D[i, j] below the diagonal
     T = (I + A)^-1,  P = scale l_i l_j (q_i . k_j) D[i, j] on and below the diagonal
@@ -19,7 +19,7 @@ from cairn.ops.gpu import constant, tl, triton
 from cairn.ops.mamba.kernels.recurrent import FEW, GRID, log_decay, sigmoid
 
 FACTORS = constant(4)
-"""Numbers of a token and head that `chunk_kernel` leaves for `carry_kernel`: beta; beta e^G l;
+"""Factors of a token and head, from `chunk_kernel` for `carry_kernel`: beta; beta e^G l;
 scale e^G l; e^(G_n - G) l."""
 
 
@@ -27,9 +27,9 @@ scale e^G l; e^(G_n - G) l."""
 def chunk_table_kernel(
     starts, first, table, before, count, length, most, COUNT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Of one sequence, its chunks in the table [most, 4]: sequence, place of the chunk's first
-    token in the step, where the sequence begins and ends; and how many chunks there are before
-    them. The last sequence marks those that there are not: -1.
+    """Lines of one sequence's chunks in the table [most, 4]: sequence, index of the chunk's first
+    token in the step, begin and end of the sequence; `before`: the number of chunks in front of
+    the sequence. The last sequence also marks unused lines with -1.
 
     starts: [count + 1], or None: sequences have `length` tokens. first: [count], slots of first
     tokens, or None: 0.
@@ -67,8 +67,8 @@ def chunk_table_kernel(
 
 @triton.jit
 def inverse(a):
-    """(I + a)^-1 of a [64, 64] that has nothing on the diagonal and above, from blocks of 2 x 2 on.
-    Of two inverted blocks side by side on the diagonal, what is below them is -T A T."""
+    """(I + a)^-1 of a strictly lower triangular a [64, 64], from inverted diagonal blocks of 2 x 2
+    to larger ones: below two neighbouring blocks T the inverse is -T A T."""
     i = tl.arange(0, GRID)
     pair = (i[:, None] // 2 == i[None, :] // 2) & (i[:, None] > i[None, :])
     t = tl.where(i[:, None] == i[None, :], 1.0, tl.where(pair, -a, 0.0))
@@ -88,10 +88,11 @@ def chunk_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, NORMALISED: tl.constexpr, RAW: tl.constexpr,
     FEW_APART: tl.constexpr,
 ):  # fmt: skip
-    """What one chunk does in one value head: T, P and the factors; behind all sequences o = 0.
+    """T, P and the factors of one chunk in one value head; after the last sequence o = 0.
 
-    RAW: a and b are projections; else the logarithm of the decay and the strength. FEW_APART: of
-    sequences of more than FEW tokens a last chunk of up to FEW is left out, others are whole.
+    RAW: a and b are projections; else log decay and strength. FEW_APART: chunks of up to FEW
+    tokens at the end of longer sequences, and sequences of up to FEW tokens, are left to
+    `recurrent_kernel`.
     table: as of `chunk_table_kernel`. weights, scores: [T, HEADS, 64], rows of T and P. factors:
     [T, HEADS, FACTORS]. decays: [chunks, HEADS], e^(G_n).
     """

@@ -1,5 +1,5 @@
 """Kernels of the short causal convolution. Inputs before a sequence's first token come from its
-state, or are zeros; sums are float32, tap after tap, oldest first."""
+state, or are zeros; taps are summed in float32, the oldest first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def activated(y, SILU: tl.constexpr):
 
 @triton.jit
 def past(states, slot, used, channel, column, stride, channel_stride, inside):
-    """What states hold in a column; 0 of sequences that begin."""
+    """Inputs in a column of the states; 0 for sequences without an initial state."""
     at = states + slot * stride + channel * channel_stride + column
     return tl.load(at, mask=inside & used, other=0.0).to(tl.float32)
 
@@ -41,10 +41,10 @@ def conv_tokens_kernel(
     SILU: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of TOKENS tokens, in CHANNELS channels; 0 behind the last sequence.
+    """Outputs of TOKENS tokens, in CHANNELS channels; 0 after the last sequence.
 
     starts: [count + 1], or None: sequences have `length` tokens. SIZE: columns of a state. SKIPPED:
-    slot of sequences whose inputs are put out as they are; None: of none.
+    slot of padding sequences, whose inputs are returned unchanged; None: no padding.
     """
     row, part = row_and_part(PROGRAMS)
     token = (row * TOKENS).to(tl.int32) + tl.arange(0, TOKENS)

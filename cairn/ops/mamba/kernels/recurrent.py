@@ -9,7 +9,7 @@ from cairn.ops.pdl import await_previous
 GRID = constant(64)
 """Chunks of the delta rule begin at multiples of it in their sequence."""
 FEW = constant(16)
-"""Tokens up to which what lies behind the last multiple of GRID runs token by token."""
+"""Up to this many tokens after the last multiple of GRID run token by token."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def normed(x, NORMALISED: tl.constexpr):
 
 @triton.jit
 def shifted(x, shift, inside):
-    """The sum of what lies at two addresses, float32."""
+    """The sum of the numbers at two addresses, float32."""
     number = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     return number + tl.load(shift, mask=inside, other=0.0).to(tl.float32)
 
@@ -50,7 +50,7 @@ def gates(
     a, b, a_log, dt_bias, head, column, wide, beta, threshold,
     K: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """Decay and strength of a token in one head, whose `a` and `b` lie at these addresses; see
+    """Decay and strength of a token in one head; a, b: addresses of its numbers. See
     `recurrent_kernel`."""
     strength = tl.load(b).to(tl.float32)
     if a_log is None:
@@ -68,7 +68,7 @@ def gates(
 
 @triton.jit
 def place_in(starts, number, length):
-    """Where a sequence begins and ends; see `recurrent_kernel`."""
+    """Begin and end of a sequence; see `recurrent_kernel`."""
     begin, end = number * length, number * length + length
     if starts is not None:
         begin = tl.load(starts + number).to(tl.int64)
@@ -78,7 +78,7 @@ def place_in(starts, number, length):
 
 @triton.jit
 def clear(at, first, end, stride, inside):
-    """0 at addresses of tokens first .. end - 1."""
+    """Store 0 at the addresses of tokens first .. end - 1."""
     for token in range(first, end):
         tl.store(at + token * stride, tl.zeros(at.shape, at.dtype.element_ty), mask=inside)
 
@@ -94,13 +94,19 @@ def recurrent_kernel(
 ):  # fmt: skip
     """One sequence in one value head, BLOCK_V rows of its state.
 
-    starts: [N + 1], or None: each sequence has `length` tokens. tokens: of all; those behind the
-    last sequence get 0. stored: slots of the states behind the tokens, or None: `slots`. first:
-    [N], slots of first tokens: of sequences of more than FEW tokens only those behind the last
-    multiple of GRID are run, if they are FEW at most, for the others have been run; None: all are
-    run. buffer, rows: the state after each token goes there. parents: [N, steps], whose state a
-    step goes on from, out of `trail` [N, steps, HEADS, V, K]. BY_COLUMN: `a` has a decay for each
-    column of the state. a_log None: `a` is the logarithm of the decay, `b` the strength.
+    Args:
+        starts: [N + 1], or None: each sequence has `length` tokens.
+        tokens: of all sequences; outputs after the last sequence become 0.
+        stored: [N], slots of the final states; None: `slots`.
+        first: [N], slots of first tokens. The tokens up to the last multiple of GRID have been run
+            in chunks: only those after it are run, if they are FEW at most, and sequences of up to
+            FEW tokens. None: all tokens are run.
+        buffer, rows: the state after each token is stored in buffer[rows[n]].
+        parents: [N, steps], the step whose state each step continues from; states of steps are
+            kept in `trail` [N, steps, HEADS, V, K].
+        a_log: None: `a` is the log decay, `b` the strength.
+        BY_COLUMN: `a` has a decay for each column of the state.
+        PDL: as in `await_previous`.
     """
     await_previous(PDL)
     program, part = row_and_part((V + BLOCK_V - 1) // BLOCK_V)
@@ -117,7 +123,7 @@ def recurrent_kernel(
         tail = tl.where(end - begin <= FEW, begin, tl.maximum(begin, begin + behind))
         if (end - tail > FEW) | (end == tail) | ((tail > begin) & (target < 0)):
             return
-        # Tokens run so far have left their state in the target slot.
+        # The chunks stored their state in the target slot.
         slot, used = tl.where(tail > begin, target, slot), used | (tail > begin)
         begin = tail
     column, line = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
