@@ -92,21 +92,15 @@ def recurrent_kernel(
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     NORMALISED: tl.constexpr, BY_COLUMN: tl.constexpr, UPDATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One sequence in one value head, BLOCK_V rows of its state.
+    """One sequence in one value head, BLOCK_V rows of its state. PDL: as in `await_previous`.
 
-    Args:
-        starts: [N + 1], or None: each sequence has `length` tokens.
-        tokens: of all sequences; outputs after the last sequence become 0.
-        stored: [N], slots of the final states; None: `slots`.
-        first: [N], slots of first tokens. The tokens up to the last multiple of GRID have been run
-            in chunks: only those after it are run, if they are FEW at most, and sequences of up to
-            FEW tokens. None: all tokens are run.
-        buffer, rows: the state after each token is stored in buffer[rows[n]].
-        parents: [N, steps], the step whose state each step continues from; states of steps are
-            kept in `trail` [N, steps, HEADS, V, K].
-        a_log: None: `a` is the log decay, `b` the strength.
-        BY_COLUMN: `a` has a decay for each column of the state.
-        PDL: as in `await_previous`.
+    starts: [N + 1], or None: each sequence has `length` tokens. tokens: of all sequences; outputs
+    after the last become 0. stored: slots of final states, or None: `slots`. first: [N], slots of
+    first tokens: tokens up to the last multiple of GRID were run in chunks, only those after it are
+    run here, if they are FEW at most, and sequences of up to FEW; None: all are run. buffer, rows:
+    states after each token go to buffer[rows[n]]. parents: [N, steps], the step whose state, kept
+    in `trail` [N, steps, HEADS, V, K], each step continues from. BY_COLUMN: `a` has a decay for
+    each column of the state. a_log None: `a` is the log decay, `b` the strength.
     """
     await_previous(PDL)
     program, part = row_and_part((V + BLOCK_V - 1) // BLOCK_V)
