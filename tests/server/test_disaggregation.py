@@ -75,6 +75,29 @@ def test_two_servers_answer_as_one(servers):
 
 
 @pytest.mark.slow
+def test_a_dead_server_that_decodes_leaves_nothing(servers, tmp_path):
+    """The other one goes on, and keeps no pages for it."""
+    prefill, survivor = servers
+    body = {"prompt": f"left {PROMPT}", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    asked = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    first, second = (prefill.complete(**asked).json()["kv_transfer_params"] for _ in range(2))
+    with running(tmp_path, str(MODEL), *FLAGS, "--disaggregation-mode", "decode") as decode:
+        taken = {**body, "kv_transfer_params": first, "stream": True}
+        with httpx.stream("POST", f"{decode.url}/v1/completions", json=taken, timeout=60) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+            assert "error" not in next(lines)
+            os.kill(decode.engine.pid, signal.SIGKILL)
+            assert any('"error"' in line for line in lines)
+        decode.wait_end()
+    assert prefill.ledger()["problems"] == []
+    # What it was to take next goes to another one.
+    got = survivor.complete(**{**body, "max_tokens": 5}, kv_transfer_params=second).json()
+    assert got["choices"] == prefill.complete(**{**body, "max_tokens": 5}).json()["choices"]
+    assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
+    assert prefill.ledger()["problems"] == [] and failures(survivor) == 0
+
+
+@pytest.mark.slow
 def test_a_dead_server_is_done_without(servers):
     prefill, decode = servers
     body = {"prompt": f"dead {PROMPT}", "max_tokens": 5, "temperature": 0}
