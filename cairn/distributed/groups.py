@@ -1,4 +1,4 @@
-"""Ranks that hold one model together, and what they say to each other in a step."""
+"""The group of ranks that share one model, and its collectives."""
 
 from __future__ import annotations
 
@@ -10,47 +10,52 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_AXES = 4
-"""Of tensors whose shape one rank alone knows."""
-
-
+"""Most dimensions of a tensor that `Group.of_rank` broadcasts."""
 Norm = tuple[Tensor, float] | None
 """Weight and eps of an rmsnorm."""
 
 
-class FastSums(Protocol):
-    """Sums over the ranks of one host without its process group, see `cairn.ops.PeerSums`."""
+class PeerCollectives(Protocol):
+    """Collectives through peer-to-peer GPU memory: see `cairn.ops.allreduce.peers.PeerSums`.
+
+    Each `takes...` says whether a tensor has a size and layout that the collective supports.
+    """
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `sum` takes it."""
+        """Whether `sum` supports it."""
 
     def sum(self, x: Tensor, out: Tensor, add: bool = False) -> None:
-        """out = the sum of the ranks' x, or out += it."""
+        """out = sum of x over the ranks, or out += that sum."""
+
+    def heads_into_cache(self, *given: Any) -> tuple[Tensor, Tensor] | None:
+        """`cairn.ops.heads_into_cache` with RMSNorm statistics over the heads of all ranks; None
+        where it does not support the arguments."""
 
     def takes_rows(self, residual: Tensor) -> bool:
-        """Whether `add_normed` takes it."""
+        """Whether `add_normed` supports it."""
 
     def add_normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        """residual += the norm of the sum of the ranks' x."""
+        """residual += rmsnorm(sum of x over the ranks)."""
 
     def takes_parts(self, residual: Tensor) -> bool:
-        """Whether `add_parts` takes it."""
+        """Whether `add_parts` supports it."""
 
     def add_parts(self, residual: Tensor, rows: Callable[[int, int], Tensor], norm: Norm) -> None:
-        """residual += the sum of the ranks' rows begin .. end - 1, or its norm, part by part."""
+        """residual += sum of rows(0, T) over the ranks, or its norm, in chunks of rows."""
 
 
 class Group:
-    """One rank among several; all of them make the same calls in the same order.
+    """A rank's view of its group. Every rank makes the same calls in the same order.
 
     Args:
-        rank: its number.
-        size: how many there are.
-        ranks: a process group of torch.distributed; None where `size` is 1.
-        here: number of the rank among those of its host, and how many these are; None: all are.
+        rank: number of this rank.
+        size: number of ranks.
+        ranks: NCCL or gloo process group of torch.distributed; None where `size` is 1.
+        here: (local rank, ranks on this host); None: all ranks are on this host.
 
     Attributes:
-        backend: the process group, of torch.distributed.
-        fast: sums on GPUs of one host; None: the process group makes them.
+        backend: the process group.
+        peers: collectives through peer memory; None: the process group does them all.
     """
 
     def __init__(
@@ -62,26 +67,26 @@ class Group:
     ) -> None:
         self.rank, self.size, self.backend = rank, size, ranks
         self.local, self.size_here = here or (rank, size)
-        self.fast: FastSums | None = None
+        self.peers: PeerCollectives | None = None
 
     @property
     def alone(self) -> bool:
-        """There is no other rank."""
+        """Whether the group has one rank only."""
         return self.size == 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' x, with the same bits on all of them.
+        """All-reduce: the sum of x over the ranks, bit-identical on all of them.
 
-        On the CPU it is added in float32 and in the order of the ranks: what a token gets does not
-        depend on the tokens beside it.
+        On the CPU and through peer memory the sum is in float32 and in rank order, so the result
+        for a token does not depend on other tokens. NCCL may use the memory of x.
         """
         if self.alone:
             return x
         if x.is_cuda:
             x = x.contiguous()
-            if self.fast is not None and self.fast.takes(x):
+            if self.peers is not None and self.peers.takes(x):
                 out = torch.empty_like(x)
-                self.fast.sum(x, out)
+                self.peers.sum(x, out)
                 return out
             self.backend.allreduce([x]).wait()
             return x
@@ -98,31 +103,31 @@ class Group:
         product: Callable[[Tensor], Tensor],
         norm: Norm = None,
     ) -> bool:
-        """residual [T, H] += the sum of the ranks' product(x), or its norm, in place.
+        """residual [T, H] += sum over the ranks of product(x), or the norm of that sum, in place.
 
         Args:
             residual: contiguous.
             x: [T, K].
-            product: gives [n, H] of some rows of x, each by itself.
-            norm: the sum goes through it first.
+            product: maps rows [n, K] to [n, H]; rows are independent.
+            norm: applied to the sum before it is added.
         Returns:
-            False: nothing was done, the process group must sum.
+            False where peer memory does not support it: nothing was computed.
         """
-        fast = self.fast if residual.is_contiguous() else None
-        if fast is None:
+        peers = self.peers if residual.is_contiguous() else None
+        if peers is None:
             return False
-        if norm is None and fast.takes(residual):
-            fast.sum(product(x).contiguous(), residual, add=True)
-        elif norm is not None and fast.takes_rows(residual):
-            fast.add_normed(product(x).contiguous(), residual, *norm)
-        elif len(x) and fast.takes_parts(residual):
-            fast.add_parts(residual, lambda begin, end: product(x[begin:end]).contiguous(), norm)
+        if norm is None and peers.takes(residual):
+            peers.sum(product(x).contiguous(), residual, add=True)
+        elif norm is not None and peers.takes_rows(residual):
+            peers.add_normed(product(x).contiguous(), residual, *norm)
+        elif len(x) and peers.takes_parts(residual):
+            peers.add_parts(residual, lambda begin, end: product(x[begin:end]).contiguous(), norm)
         else:
             return False
         return True
 
     def gathered(self, x: Tensor) -> Tensor:
-        """The ranks' x, one shape [..] and dtype, stacked: [ranks, ..]."""
+        """All-gather: x of every rank, same shape [..] and dtype, stacked as [ranks, ..]."""
         if self.alone:
             return x.unsqueeze(0)
         every = x.new_empty(self.size, *x.shape)
@@ -131,7 +136,7 @@ class Group:
         return every
 
     def of_rank(self, x: Tensor | None, rank: int, device: torch.device) -> Tensor:
-        """A tensor that one rank has and whose shape the others, which give None, do not know."""
+        """Broadcast x from a rank; the others pass None and need not know its shape and dtype."""
         about = [] if x is None else [DTYPES.index(x.dtype), *x.shape]
         head = torch.tensor([*about, *[-1] * (MOST_AXES + 1 - len(about))], device=device)
         self.backend.broadcast(head, rank).wait()
@@ -143,24 +148,24 @@ class Group:
         return x
 
     def of_first(self, x: Tensor) -> Tensor:
-        """What rank 0 has, written to every other rank's x of the same shape and dtype."""
+        """Broadcast x from rank 0, in place; same shape and dtype on all ranks."""
         if not self.alone and x.numel():
             self.backend.broadcast(x, 0).wait()
         return x
 
     def send(self, x: Tensor, rank: int) -> None:
-        """Send a contiguous tensor to a rank, which receives it at this place of its calls."""
+        """Send a contiguous tensor to a rank, which calls `receive` at the same point."""
         self.backend.send([x.view(torch.uint8)], rank, 0).wait()
 
     def receive(self, x: Tensor, rank: int) -> None:
-        """Fill a contiguous tensor with what a rank sends."""
+        """Fill a contiguous tensor with the one that a rank sends."""
         self.backend.recv([x.view(torch.uint8)], rank, 0).wait()
 
     def least(self, number: int, device: torch.device) -> int:
-        """The smallest of the ranks' numbers."""
+        """The minimum of the ranks' numbers."""
         every = self.gathered(torch.tensor(number, dtype=torch.int64, device=device))
         return int(every.min())
 
 
 ALONE = Group()
-"""The one rank of a model that is not divided."""
+"""The group of a model on one rank."""

@@ -59,10 +59,10 @@ class Seat(msgspec.Struct, frozen=True):
         group = group_of(store, self.rank, self.ranks, device, self.address, here)
         if device.type == "cuda" and self.here == self.ranks:
             shared = dist.PrefixStore("sums", store)
-            fast = PeerSums.of(shared, group.backend, self.rank, self.ranks, device)
-            # Those of all ranks, or none: a sum takes all.
-            if group.least(int(fast is not None), device):
-                group.fast = fast
+            peers = PeerSums.of(shared, group.backend, self.rank, self.ranks, device)
+            # All ranks use it or none does.
+            if group.least(int(peers is not None), device):
+                group.peers = peers
         return group
 
 

@@ -1,8 +1,8 @@
-"""Kernels that write to and read from memory of other ranks of the host.
+"""Kernels of collectives through peer-to-peer memory.
 
-Words of 8 bytes carry 4 bytes of numbers and the number of the exchange that they belong to: who
-waits for numbers reads the word until it has the right number. So neither a barrier nor a fence is
-needed (as in NCCL's LL protocol).
+An 8-byte word holds 4 bytes of payload and, as its flag, the number of the exchange. 8-byte stores
+are atomic, so a reader polls a word until the flag is right and then has the payload: no barrier
+and no fence (NCCL's LL protocol).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cairn.ops.pdl import await_previous, launch_next
 
 @triton.jit
 def write_words(at, word):
-    """Store words of 8 bytes, each as a whole, where another device may read them."""
+    """Store 8-byte words atomically, visible to other devices."""
     tl.inline_asm_elementwise(
         "st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0;", "=r,l,l", [at, word], tl.int32,
         is_pure=False, pack=1,
@@ -23,7 +23,7 @@ def write_words(at, word):
 
 @triton.jit
 def read_words(at):
-    """Load words of 8 bytes, each as a whole, which another device may write meanwhile."""
+    """Load 8-byte words that another device may be writing."""
     return tl.inline_asm_elementwise(
         "ld.relaxed.sys.global.b64 $0, [$1];", "=l,l", [at], tl.int64, is_pure=False, pack=1
     )
@@ -31,7 +31,7 @@ def read_words(at):
 
 @triton.jit
 def numbers_of(words, like):
-    """The numbers of `like`'s dtype in words of 4 bytes, in float32, in their order."""
+    """4-byte words as float32 values, one or two a word, of the dtype that `like` points to."""
     kind = like.dtype.element_ty
     if kind.primitive_bitwidth == 16:
         low = (words & 0xFFFF).to(tl.int16).to(kind, bitcast=True)
@@ -47,16 +47,16 @@ def exchanged(
     own, at, begin, epoch, inbox, addresses, capacity, like,
     RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Send words to all ranks, and give the sum of what all have sent: float32, in their order.
+    """All-reduce of 4-byte words: float32 sums in rank order.
 
     Args:
-        own: words of 4 bytes.
-        at: where they stand in an inbox of `capacity` words.
-        begin: of this exchange's inboxes.
+        own: this rank's words.
+        at: their indices in an inbox.
+        begin: index of the first of [2, RANKS, capacity] words of these inboxes.
         epoch: number of the exchange.
-        inbox: [2, RANKS, capacity] int64, what the ranks have written to this one.
-        addresses: [RANKS] int64, of their inboxes.
-        like: pointer to numbers of their dtype.
+        inbox: int64, this rank's memory, written by the others.
+        addresses: [RANKS] int64, of every rank's memory.
+        like: pointer to the dtype of the payload.
     """
     word = (epoch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
     begin += (epoch & 1).to(tl.int64) * RANKS * capacity
@@ -83,15 +83,15 @@ def sum_words_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = the sum of the ranks' x, or out += it with ADD; see `exchanged`.
+    """out = sum of x over the ranks, with ADD out += that sum; see `exchanged`.
 
-    Program p exchanges words p * BLOCK .. and counts its exchanges. Of two exchanges in turn each
-    has an inbox of its own: a rank that writes the next but one has read all of the one before,
-    for which every rank must have been done with this one.
+    Program p owns words p * BLOCK .. of the inboxes and counts its exchanges. Even and odd
+    exchanges have separate inboxes. That is enough: a rank starts exchange n + 2 after it has
+    received n + 1 from every rank, which these sent after they had read exchange n.
 
     Args:
-        x: the numbers as words of 4 bytes.
-        out: where the sum goes, NUMBERS a word.
+        x: [words] int32, the payload.
+        out: NUMBERS values a word.
         epochs: [programs] int32, exchanges so far.
         PDL: as in `await_previous`.
     """
@@ -116,15 +116,15 @@ def add_normed_words_kernel(
     RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr,
     STRIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """residual[row] += rmsnorm(the sum of the ranks' x[row]); a program takes a row.
+    """residual[row] += rmsnorm(sum of x[row] over the ranks); one program a row.
 
     Args:
         x: [rows, row_words] words.
         residual: [rows, NUMBERS * row_words].
         weight: [NUMBERS * row_words], of the norm.
         epochs: [rows] int32, as in `sum_words_kernel`.
-        begin: of the inboxes of rows.
-        STRIDE: words from row to row in an inbox, whatever the width: each program has its own.
+        begin: as in `exchanged`.
+        STRIDE: inbox words of a program; the same for all widths, so that none shares them.
         PDL: as in `await_previous`.
     """
     launch_next(PDL)
@@ -148,7 +148,7 @@ def add_normed_words_kernel(
 
 @triton.jit
 def await_count(at, wanted):
-    """Wait until another device has written `wanted`; what it wrote before is visible then."""
+    """Poll a flag that another device writes until it is `wanted`; then acquire."""
     here = tl.load(at, volatile=True)
     while here != wanted:
         here = tl.load(at, volatile=True)
@@ -158,13 +158,13 @@ def await_count(at, wanted):
 
 @triton.jit
 def await_free_kernel(freed, sent):
-    """Wait until the peer has read all that was sent to it."""
+    """Wait until the peer has read every chunk of this slot."""
     await_count(freed, tl.load(sent))
 
 
 @triton.jit
 def announce_kernel(sent, address):
-    """Tell the peer, at an address of its memory, that one more part was sent."""
+    """Increment the peer's flag at `address`: one more chunk has been written."""
     count = tl.load(sent) + 1
     tl.store(sent, count)
     tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), count, sem="release", scope="sys")
@@ -175,15 +175,13 @@ def add_received_kernel(
     residual, first, second, weight, ready, taken, arrived, freed, width, eps,
     BLOCK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """residual += first + second, one of which the peer sends, or their norm; a program a row.
+    """residual += first + second, with NORMED rmsnorm of that; one program a row.
 
     Args:
-        residual, first, second: [rows, width], contiguous.
-        weight: [width], of the norm, with NORMED.
-        ready: how many parts the peer has sent so far.
-        taken: how many were read so far.
-        arrived: a counter of `grid_barrier`.
-        freed: address in the peer's memory of the number of parts that this rank has read.
+        residual, first, second: [rows, width], contiguous; the peer writes one of the addends.
+        weight: [width], of the norm.
+        ready, taken, arrived: as in `peers._Slot`.
+        freed: address of the peer's flag.
     """
     wanted = tl.load(taken) + 1
     await_count(ready, wanted)

@@ -1,7 +1,11 @@
-"""Sums over the ranks of one host, through memory that all of them can write.
+"""Collectives between GPUs of one host through peer-to-peer memory.
 
-Torch's symmetric memory (alpha) exchanges the addresses; this is the only file that knows it beside
-symmetric.py. Multicast is not used.
+Three forms, by size: up to `WORDS` an all-reduce whose 8-byte words carry their own flags (as in
+NCCL's LL protocol); the same fused with RMSNorm and residual addition; and for large tensors of two
+ranks copies by the copy engines, chunk by chunk, which overlap with the matrix product that makes
+the next chunk. All sum in float32 in rank order, so every rank gets the same bits, and all can be
+captured in CUDA graphs. Addresses come from torch's symmetric memory (alpha API). Multicast is not
+used.
 """
 
 from __future__ import annotations
@@ -23,36 +27,40 @@ from cairn.ops.allreduce.kernels import (
     sum_words_kernel,
 )
 from cairn.ops.pdl import pdl_option
+from cairn.ops.rotary.heads_into_cache import (
+    SPREAD_TOKENS,
+    Exchange,
+    accepts,
+    heads_into_cache,
+    launch,
+)
 
 log = logging.getLogger(__name__)
 
 WORDS = 1 << 18
-"""Of 4 bytes: the largest tensor that is exchanged in words, which take twice its bytes."""
+"""Size of an inbox, in 4-byte words of payload: the largest tensor of the LL protocol."""
 BLOCK = 256
-"""Words of a program."""
+"""Words per program."""
 ROW_WORDS = 4096
-"""Of the longest row that is normed on the way."""
+"""Words of the longest row of `add_normed`."""
 PARTS, PART_BYTES = 4, 1 << 24
-"""Parts of a large tensor that are on their way at once, and the largest of them: 2,048 tokens of
-4,096 numbers of 2 bytes, as many as keep a product busy."""
+"""Chunks in flight, and bytes of a chunk: 2,048 tokens of hidden size 4,096 in bfloat16, enough for
+a matrix product to fill the device."""
 FLAGS_BYTES, FREED = 256, 32
-"""Memory of a slot's two counts of int32, and where the second begins: in a cache line of its
-own."""
-
+"""Bytes of a slot's two int32 flags, and the index of the second one: each has its cache line."""
 
 Norm = tuple[Tensor, float] | None
+"""Weight and eps of an rmsnorm."""
 
 
 class PeerSums:
-    """Sums of tensors of all ranks, with the same bits on every one of them.
-
-    All ranks make the same calls in the same order, on the same stream or in the same graph.
+    """Collectives of a group; every rank makes the same calls in the same order.
 
     Args:
-        rank, ranks: number of this one, and how many there are.
-        memory: of this rank, which the others can reach; 0 everywhere.
-        addresses: of all ranks' memory, as this process sees it.
-        peer: memory of the other rank of two, as a tensor; None: there are more.
+        rank, ranks: number of this rank, and of ranks.
+        memory: [memory_bytes(ranks)] uint8 of this rank, mapped by all ranks; all 0.
+        addresses: of every rank's memory, as mapped in this process.
+        peer: the other rank's memory if there are two ranks.
     """
 
     def __init__(
@@ -65,6 +73,7 @@ class PeerSums:
         self._inbox = memory[:inbox].view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(WORDS // BLOCK, dtype=torch.int32, device=device)
+        self._head_epochs = torch.zeros(3 * SPREAD_TOKENS, dtype=torch.int32, device=device)
         self._row_epochs = torch.zeros(WORDS // ROW_WORDS, dtype=torch.int32, device=device)
         self._parts: _Parts | None = None
         if peer is not None:
@@ -75,11 +84,11 @@ class PeerSums:
     def of(
         cls, store: Any, backend: Any, rank: int, ranks: int, device: torch.device
     ) -> PeerSums | None:
-        """That of a group whose ranks are all on this host; None where memory is not shared. All
-        ranks call it.
+        """For a group on one host; None where peer memory cannot be mapped. Collective.
 
         Args:
-            store, backend: theirs, of torch.distributed.
+            store: PrefixStore of the group.
+            backend: its NCCL process group.
         """
         for shared in (_shared, _opened):
             try:
@@ -91,16 +100,16 @@ class PeerSums:
         return None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `sum` takes a tensor."""
+        """Whether `sum` supports x."""
         size = x.nbytes
         return 0 < size <= 4 * WORDS and size % 4 == 0 and x.element_size() in (2, 4)
 
     def sum(self, x: Tensor, out: Tensor, add: bool = False) -> None:
-        """out = the sum of the ranks' x, or out += it; in float32, in their order, rounded once.
+        """out = sum of x over the ranks, or out += that sum; in float32, rounded once.
 
         Args:
-            x: float32, bfloat16 or float16, contiguous, all that `takes` asks for.
-            out: of its shape and dtype, contiguous.
+            x: float32, bfloat16 or float16, contiguous, see `takes`.
+            out: like x.
         """
         words = x.nbytes // 4
         pdl = gpu.supports_pdl(x.device)
@@ -122,17 +131,34 @@ class PeerSums:
             **pdl_option(pdl),
         )
 
+    def heads_into_cache(self, *given: Any) -> tuple[Tensor, Tensor] | None:
+        """`ops.heads_into_cache` with RMSNorm statistics of q, k and z over the heads of all ranks.
+
+        Args:
+            given: its arguments up to eps.
+        Returns:
+            (q, z); None, and nothing is written, for more tokens or layouts than it supports.
+        """
+        call = heads_into_cache.bind(*given, True)
+        if not 0 < len(call.projected) <= SPREAD_TOKENS or not accepts(call):
+            return None
+        begin = 2 * 2 * self.ranks * WORDS
+        exchange = Exchange(
+            self._inbox, self._addresses, self._head_epochs, begin, WORDS, self.rank, self.ranks
+        )
+        return launch(call, exchange)
+
     def takes_rows(self, residual: Tensor) -> bool:
-        """Whether `add_normed` takes a stream."""
+        """Whether `add_normed` supports a residual [T, H]."""
         size = residual.shape[1] * residual.element_size()
         few = 0 < len(residual) <= len(self._row_epochs)
         return few and size <= 4 * ROW_WORDS and size % 4 == 0 and residual.element_size() in (2, 4)
 
     def add_normed(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-        """residual += rmsnorm(the sum of the ranks' x), in float32, rounded once.
+        """residual += rmsnorm(sum of x over the ranks), in float32, rounded once.
 
         Args:
-            x, residual: [T, H] float32, bfloat16 or float16, contiguous, that `takes_rows`.
+            x, residual: [T, H] float32, bfloat16 or float16, contiguous, see `takes_rows`.
             weight, eps: of the norm.
         """
         words, pdl = x.shape[1] * x.element_size() // 4, gpu.supports_pdl(x.device)
@@ -159,31 +185,32 @@ class PeerSums:
         )
 
     def takes_parts(self, residual: Tensor) -> bool:
-        """Whether `add_parts` takes a stream."""
+        """Whether `add_parts` supports a residual [T, H]."""
         return self._parts is not None and residual[0].nbytes <= PART_BYTES
 
     def add_parts(self, residual: Tensor, rows: Callable[[int, int], Tensor], norm: Norm) -> None:
-        """residual [T, H] += the sum of both ranks' `rows`, or its norm, part by part: while one
-        travels the next is computed.
+        """residual [T, H] += sum of `rows` over both ranks, or rmsnorm of that sum, in chunks:
+        while one is copied to the peer the next is computed.
 
         Args:
             residual: contiguous.
-            rows: gives rows begin .. end - 1 of what is added, contiguous.
-            norm: weight and eps; None: none.
+            rows: computes rows begin .. end - 1 of this rank's addend, contiguous.
+            norm: of the sum; None: none.
         """
         assert self._parts is not None
         self._parts.add(residual, rows, norm)
 
 
 class _Slot(NamedTuple):
-    """Where one part at a time is on its way, in both directions.
+    """Buffers and flags of one chunk in flight, in both directions.
 
     Attributes:
-        arriving, leaving: PART_BYTES of this rank's memory, and of the other's.
-        ready, freed: [1] int32, how many parts the other rank has sent here, and how many of this
-            one's it has read.
-        sent, taken, arrived: [1] int32, the same of this rank, and a counter of `grid_barrier`.
-        its_ready, its_freed: addresses of these counts in the other rank's memory.
+        arriving, leaving: [PART_BYTES] in this rank's memory and in the peer's.
+        ready: [1] int32, chunks that the peer has written to `arriving`.
+        freed: [1] int32, chunks that the peer has read from `leaving`.
+        sent, taken: [1] int32, chunks that this rank has written and read.
+        arrived: [1] int32, counter of `grid_barrier`.
+        its_ready, its_freed: addresses of the peer's flags.
     """
 
     arriving: Tensor
@@ -198,8 +225,14 @@ class _Slot(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A part that has been sent: its slot, where it is added, the rank's own numbers, and when the
-    other rank has been told."""
+    """A chunk in flight.
+
+    Attributes:
+        slot: of its buffers.
+        residual: rows that it is added to.
+        own: this rank's addend.
+        announced: recorded behind the flag that tells the peer.
+    """
 
     slot: _Slot
     residual: Tensor
@@ -208,11 +241,11 @@ class _Part(NamedTuple):
 
 
 class _Parts:
-    """Large tensors of two ranks, which copy engines exchange.
+    """All-reduce of large tensors of two ranks: each copies its addend to the peer and adds both.
 
     Args:
         rank: 0 or 1.
-        own, far: memory behind the inboxes, of this rank and of the other one.
+        own, far: memory behind the inboxes, of this rank and of the peer.
         address: of `far`.
     """
 
@@ -263,8 +296,8 @@ class _Parts:
         return _Part(slot, residual, own, announced)
 
     def _receive(self, part: _Part, main: torch.cuda.Stream, norm: Norm) -> None:
-        # The programs that wait for the other rank's part fill the device: what tells it that this
-        # one's is there must have run.
+        # The kernel below fills the device while it waits for the peer. announce_kernel, for which
+        # the peer waits, must not be queued behind it.
         main.wait_event(part.announced)
         slot, own = part.slot, part.own
         its = _like(slot.arriving, own)
@@ -290,35 +323,34 @@ class _Parts:
 
 
 def _like(memory: Tensor, like: Tensor) -> Tensor:
-    """The first bytes as a tensor of the same shape and dtype."""
+    """The first bytes of memory as a tensor of the shape and dtype of `like`."""
     return memory[: like.nbytes].view(like.dtype).view(like.shape)
 
 
 def memory_bytes(ranks: int) -> int:
-    """Memory that each of so many ranks shares with the others."""
+    """Bytes of peer memory of each rank."""
     return _inbox_bytes(ranks) + PARTS * (PART_BYTES + FLAGS_BYTES)
 
 
 def _inbox_bytes(ranks: int) -> int:
-    """Of words and of rows."""
-    return 2 * 2 * ranks * WORDS * 8
+    """Two inboxes from each rank, each for `sum`, `add_normed` and `heads_into_cache`."""
+    return 3 * 2 * ranks * WORDS * 8
 
 
 def _shared(
     store: Any, backend: Any, rank: int, ranks: int, device: torch.device
 ) -> tuple[Tensor, list[int], Tensor | None]:
-    """Memory of this rank, addresses of that of all, and that of the other rank of two."""
+    """Symmetric memory: this rank's, the addresses of all ranks', and the peer's of two ranks."""
     import torch._C._distributed_c10d as module
 
     c10d: Any = module
-    name, size = "cairn", memory_bytes(ranks)
-    # It looks a group up by its name; those that this package makes have none.
+    # The rendezvous looks the group up by its name, which no other group of this process may have.
+    name, size = f"cairn-{store._underlying_non_prefix_store.port}", memory_bytes(ranks)
     group = c10d.ProcessGroup(store, rank, ranks)
     group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, backend)
     group._set_group_name(name)
     c10d._register_process_group(name, group)
     symmetric = c10d._SymmetricMemory
-    symmetric.set_group_info(name, rank, ranks, store)
     memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, device, name)
     handle = symmetric.rendezvous(memory, name)
     peer = None
@@ -357,7 +389,7 @@ def _opened(
 
 
 def _clear(memory: Tensor, store: Any, rank: int, ranks: int) -> None:
-    """Nobody writes before all have cleared their memory."""
+    """Clear this rank's memory; returns when all ranks have."""
     memory.zero_()
     torch.cuda.synchronize(memory.device)
     store.set(f"cleared/{rank}", "")

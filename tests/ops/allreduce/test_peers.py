@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cairn import ops
 from cairn.ops.allreduce import peers
 from cairn.ops.allreduce.peers import PeerSums
 from cairn.ops.allreduce.symmetric import sum_of_ranks
@@ -112,3 +113,38 @@ def test_rows_are_normed_on_the_way(dtype: torch.dtype) -> None:
         assert torch.equal(*found)
         wanted = added(xs, torch.ones_like(xs[0]), norm)
         assert torch.allclose(found[0].float(), wanted.float(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_heads_are_normed_together(added: bool) -> None:
+    """Two ranks with two query heads and a KV head each are one with four and two, k's and z's."""
+    ranks, streams, dim = two_ranks(), [torch.cuda.Stream(), torch.cuda.Stream()], 16
+    sizes = {"q": 4, "k": 2, "z": 4, "v": 2}
+    whole = {name: torch.randn(3, n, dim, device=DEVICE) for name, n in sizes.items()}
+    weight = torch.randn(10, dim, device=DEVICE)
+    angles, location = torch.randn(3, dim, device=DEVICE), torch.tensor([5, 0, 2], device=DEVICE)
+
+    def given(rank: int | None) -> tuple:
+        q, k, z, v = (x if rank is None else x.chunk(2, 1)[rank] for x in whole.values())
+        spans = weight.split((4, 2, 4))
+        norms = torch.cat([x if rank is None else x.chunk(2)[rank] for x in spans])
+        heads = (q, k, v) if added else (q, k, z, v)
+        cache = [torch.zeros(2, k.shape[1], 4, dim, device=DEVICE) for _ in "kv"]
+        more = z.flatten(1).contiguous() if added else None
+        joint = torch.cat([x.flatten(1) for x in heads], 1)
+        return joint, more, norms.contiguous(), angles, *cache, location, q.shape[1], 1e-6
+
+    one = given(None)
+    wanted = (*ops.heads_into_cache(*one, True), *one[4:6])
+    torch.cuda.synchronize()
+    found = []
+    for rank, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            mine = given(rank)
+            for _ in range(3):
+                made = ranks[rank].heads_into_cache(*mine)
+            assert made is not None
+            found.append((*made, *mine[4:6]))
+    torch.cuda.synchronize()
+    for want, *parts in zip(wanted, *found, strict=True):
+        assert torch.allclose(torch.cat(parts, 1), want, rtol=1e-5, atol=1e-5)
