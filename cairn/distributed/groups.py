@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cairn.errors import InvariantError
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_AXES = 4
 """Most dimensions of a tensor that `Group.of_rank` broadcasts."""
@@ -56,6 +58,7 @@ class Group:
     Attributes:
         backend: the process group.
         peers: collectives through peer memory; None: the process group does them all.
+        checks: `expect_equal` compares.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Group:
         self.rank, self.size, self.backend = rank, size, ranks
         self.local, self.size_here = here or (rank, size)
         self.peers: PeerCollectives | None = None
+        self.checks = False
 
     @property
     def alone(self) -> bool:
@@ -152,6 +156,18 @@ class Group:
         if not self.alone and x.numel():
             self.backend.broadcast(x, 0).wait()
         return x
+
+    def expect_equal(self, what: str, x: Tensor) -> None:
+        """With `checks`, raise InvariantError unless x has the same bits on all ranks. A CUDA graph
+        does not wait for the comparison and has none."""
+        if not self.checks or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        words = x.contiguous().view(torch.uint8).flatten().long()
+        # Sums of bytes times odd numbers, modulo 2^64.
+        factors = torch.arange(len(words), device=x.device) * 2654435761 * 2 + 1
+        every = self.gathered((words * factors).sum()).tolist()
+        if len(set(every)) > 1:
+            raise InvariantError(f"{what} {list(x.shape)} differ between ranks: {every}")
 
     def send(self, x: Tensor, rank: int) -> None:
         """Send a contiguous tensor to a rank, which calls `receive` at the same point."""

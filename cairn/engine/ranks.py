@@ -34,6 +34,8 @@ WATCHED_EVERY = 0.2
 """Seconds between two looks at the processes."""
 GRACE = 5.0
 """Seconds that they have to end."""
+CHECKS = "CAIRN_CHECK_RANKS"
+"""Environment variable; 1: steps outside of CUDA graphs compare hidden states between the ranks."""
 ERROR, PHASE = "error", "phase"
 """Keys of the store, each with a rank behind it: why it ended, and what it has done."""
 
@@ -45,6 +47,7 @@ class Seat(msgspec.Struct, frozen=True):
         rank, ranks: its number, and how many there are.
         local, here: its number among those of its host, and how many these are.
         address: of its host, for other ranks.
+        checks: ranks compare what must be equal on all of them, see `Group.expect_equal`.
     """
 
     rank: int
@@ -52,11 +55,13 @@ class Seat(msgspec.Struct, frozen=True):
     local: int
     here: int
     address: str = LOOPBACK
+    checks: bool = False
 
     def group(self, store: Any, device: torch.device) -> Group:
         """The group of all ranks; see `group_of`."""
         here = self.local, self.here
         group = group_of(store, self.rank, self.ranks, device, self.address, here)
+        group.checks = self.checks
         if device.type == "cuda" and self.here == self.ranks:
             shared = dist.PrefixStore("sums", store)
             peers = PeerSums.of(shared, group.backend, self.rank, self.ranks, device)
@@ -164,7 +169,9 @@ class Ranks:
         self._reason: EngineDead | None = None
         here = size // (1 if nodes is None else nodes.count)
         local = nodes.local if nodes is not None and nodes.launched else (0, here)
-        seats = [Seat(rank, size, local[0] + rank, local[1], host) for rank in range(here)]
+        # Ranks of other nodes are not told.
+        checks = nodes is None and os.environ.get(CHECKS) == "1"
+        seats = [Seat(rank, size, local[0] + rank, local[1], host, checks) for rank in range(here)]
         self._local = [self._spawn(seat, host, device.type) for seat in seats[1:]]
         self._links: list[Link] = []
         # Also where nobody calls `close`.

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 import torch
 
 from cairn.config import EngineOptions
 from cairn.engine.build import Built, build
-from cairn.engine.ranks import Ranks
+from cairn.engine.ranks import CHECKS, Ranks
 
 
 @functools.cache
 def ranks(size: int) -> Ranks:
     """The ranks of a group. They load another model when the next engine is built on them."""
-    return Ranks(size, torch.device("cpu"))
+    os.environ[CHECKS] = "1"
+    try:
+        return Ranks(size, torch.device("cpu"))
+    finally:
+        del os.environ[CHECKS]
 
 
 def engine(model: Path | str, size: int, **options) -> Built:

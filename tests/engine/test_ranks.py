@@ -249,6 +249,23 @@ def test_ranks_share_out_images(tmp_path: Path) -> None:
     assert all(test_images.same(each, found[0]) for each in found)
 
 
+def test_ranks_that_disagree_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, x = Group(0, 2), torch.randn(3, 5)
+    other = x.clone()
+    monkeypatch.setattr(group, "gathered", lambda own: torch.stack((own, hashes.pop())))
+    # What the other rank computes.
+    hashes: list[torch.Tensor] = []
+    far = Group(1, 2)
+    monkeypatch.setattr(far, "gathered", lambda own: (hashes.append(own), own[None])[1])
+    group.checks = far.checks = True
+    far.expect_equal("x", other)
+    group.expect_equal("x", x)
+    other[2, 1] = -other[2, 1]
+    far.expect_equal("x", other)
+    with pytest.raises(InvariantError, match=r"x \[3, 5\] differ between ranks"):
+        group.expect_equal("x", x)
+
+
 def test_sizes_that_cannot_be_divided_are_refused() -> None:
     spec = load_spec(GOLDENS / "qwen_gqa4_prior_lora_inrange")
     with pytest.raises(BadConfig, match=r"tensor_parallel_size is 3, but .* one of 1, 2, 4, 8$"):

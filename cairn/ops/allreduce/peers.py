@@ -10,7 +10,6 @@ used.
 
 from __future__ import annotations
 
-import ast
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -43,9 +42,9 @@ BLOCK = 256
 """Words per program."""
 ROW_WORDS = 4096
 """Words of the longest row of `add_normed`."""
-PARTS, PART_BYTES = 4, 1 << 24
-"""Chunks in flight, and bytes of a chunk: 2,048 tokens of hidden size 4,096 in bfloat16, enough for
-a matrix product to fill the device."""
+PARTS, PART_BYTES = 2, 36 << 20
+"""Chunks in flight, and bytes of a chunk: 4,608 tokens of hidden size 4,096 in bfloat16. Smaller
+ones hide more of the copies, but a step of 8,192 tokens then waits for the host to queue them."""
 FLAGS_BYTES, FREED = 256, 32
 """Bytes of a slot's two int32 flags, and the index of the second one: each has its cache line."""
 
@@ -90,14 +89,12 @@ class PeerSums:
             store: PrefixStore of the group.
             backend: its NCCL process group.
         """
-        for shared in (_shared, _opened):
-            try:
-                memory, addresses, peer = shared(store, backend, rank, ranks, device)
-            except (RuntimeError, ImportError, AttributeError, TypeError) as error:
-                log.warning("ranks do not share memory by %s: %s", shared.__name__, error)
-                continue
-            return cls(rank, ranks, memory, addresses, peer)
-        return None
+        try:
+            memory, addresses, peer = _shared(store, backend, rank, ranks, device)
+        except (RuntimeError, ImportError, AttributeError, TypeError) as error:
+            log.warning("ranks do not map each other's memory, NCCL sums: %s", error)
+            return None
+        return cls(rank, ranks, memory, addresses, peer)
 
     def takes(self, x: Tensor) -> bool:
         """Whether `sum` supports x."""
@@ -358,34 +355,6 @@ def _shared(
         peer = handle.get_buffer(1 - rank, (size,), torch.uint8)
     _clear(memory, store, rank, ranks)
     return memory, [int(address) for address in handle.buffer_ptrs], peer
-
-
-def _opened(
-    store: Any, backend: Any, rank: int, ranks: int, device: torch.device
-) -> tuple[Tensor, list[int], Tensor | None]:
-    """The same by CUDA's handles; nothing but words is exchanged so."""
-    memory = torch.empty(memory_bytes(ranks), dtype=torch.uint8, device=device)
-    store.set(f"handle/{rank}", repr(memory.untyped_storage()._share_cuda_()))
-    addresses, kept = [], []
-    for other in range(ranks):
-        if other == rank:
-            addresses.append(memory.data_ptr())
-            continue
-        given = ast.literal_eval(store.get(f"handle/{other}").decode())
-        storage = torch.UntypedStorage._new_shared_cuda(*given)
-        far = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        # Copies in both directions have torch open the devices to each other.
-        near = torch.zeros(16, dtype=torch.uint8, device=device)
-        near.copy_(far[:16])
-        far[:16].copy_(near)
-        addresses.append(far.data_ptr())
-        kept.append(far)
-    torch.cuda.synchronize()
-    store.set(f"opened/{rank}", "")
-    store.wait([f"opened/{other}" for other in range(ranks)])
-    _clear(memory, store, rank, ranks)
-    memory.peers = kept  # type: ignore[attr-defined]
-    return memory, addresses, None
 
 
 def _clear(memory: Tensor, store: Any, rank: int, ranks: int) -> None:
