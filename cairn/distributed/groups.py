@@ -29,10 +29,6 @@ class PeerCollectives(Protocol):
     def sum(self, x: Tensor, out: Tensor, add: bool = False) -> None:
         """out = sum of x over the ranks, or out += that sum."""
 
-    def heads_into_cache(self, *given: Any) -> tuple[Tensor, Tensor] | None:
-        """`cairn.ops.heads_into_cache` with RMSNorm statistics over the heads of all ranks; None
-        where it does not support the arguments."""
-
     def takes_rows(self, residual: Tensor) -> bool:
         """Whether `add_normed` supports it."""
 

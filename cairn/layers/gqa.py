@@ -139,15 +139,11 @@ class GqaAttention(nn.Module):
             return self._project_apart(projected, added, cos_sin, angles)
         q_heads, kv_heads = (b - a for a, b in self.spans[:2])
         weight = self._head_weights()
-        target, peers = layer.kv_target(), self.group.peers if self.divided else None
-        if target is not None:
-            given = projected, added, weight, cos_sin, *target, q_heads, self.eps
-            found = None if peers is None else peers.heads_into_cache(*given)
-            q, z = found or ops.heads_into_cache(
-                *given, not self.by_head, self._means(projected, added)
-            )
-            return q, None, None, z if len(self.spans) > 2 else q
         norms = self.eps, not self.by_head, self._means(projected, added)
+        target = layer.kv_target()
+        if target is not None:
+            q, z = ops.heads_into_cache(projected, added, weight, cos_sin, *target, q_heads, *norms)
+            return q, None, None, z if len(self.spans) > 2 else q
         q, k, z = ops.split_norm_rope(projected, added, weight, cos_sin, q_heads, kv_heads, *norms)
         return q, k, self._values(projected), z if len(self.spans) > 2 else q
 

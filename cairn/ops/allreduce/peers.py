@@ -26,13 +26,6 @@ from cairn.ops.allreduce.kernels import (
     sum_words_kernel,
 )
 from cairn.ops.pdl import pdl_option
-from cairn.ops.rotary.heads_into_cache import (
-    SPREAD_TOKENS,
-    Exchange,
-    accepts,
-    heads_into_cache,
-    launch,
-)
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +65,6 @@ class PeerSums:
         self._inbox = memory[:inbox].view(torch.int64)
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(WORDS // BLOCK, dtype=torch.int32, device=device)
-        self._head_epochs = torch.zeros(3 * SPREAD_TOKENS, dtype=torch.int32, device=device)
         self._row_epochs = torch.zeros(WORDS // ROW_WORDS, dtype=torch.int32, device=device)
         self._parts: _Parts | None = None
         if peer is not None:
@@ -127,23 +119,6 @@ class PeerSums:
             num_warps=2,
             **pdl_option(pdl),
         )
-
-    def heads_into_cache(self, *given: Any) -> tuple[Tensor, Tensor] | None:
-        """`ops.heads_into_cache` with RMSNorm statistics of q, k and z over the heads of all ranks.
-
-        Args:
-            given: its arguments up to eps.
-        Returns:
-            (q, z); None, and nothing is written, for more tokens or layouts than it supports.
-        """
-        call = heads_into_cache.bind(*given, True)
-        if not 0 < len(call.projected) <= SPREAD_TOKENS or not accepts(call):
-            return None
-        begin = 2 * 2 * self.ranks * WORDS
-        exchange = Exchange(
-            self._inbox, self._addresses, self._head_epochs, begin, WORDS, self.rank, self.ranks
-        )
-        return launch(call, exchange)
 
     def takes_rows(self, residual: Tensor) -> bool:
         """Whether `add_normed` supports a residual [T, H]."""
@@ -330,8 +305,8 @@ def memory_bytes(ranks: int) -> int:
 
 
 def _inbox_bytes(ranks: int) -> int:
-    """Two inboxes from each rank, each for `sum`, `add_normed` and `heads_into_cache`."""
-    return 3 * 2 * ranks * WORDS * 8
+    """Two inboxes from each rank, each for `sum` and `add_normed`."""
+    return 2 * 2 * ranks * WORDS * 8
 
 
 def _shared(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -111,8 +109,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     )
 
 
-def accepts(call: Call) -> bool:
-    """Whether the kernel takes the layout of these arguments."""
+def _accepts(call: Call) -> bool:
     dim = call.weight.shape[1]
     return (
         call.projected.stride(-1) == 1
@@ -126,28 +123,8 @@ def accepts(call: Call) -> bool:
     )
 
 
-@heads_into_cache.implementation("triton", devices=gpu.DEVICES, when=accepts, replayed=True)
+@heads_into_cache.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    return launch(call, NO_EXCHANGE)
-
-
-class Exchange(NamedTuple):
-    """Peer memory by which RMSNorm statistics are taken over several ranks; see `mean_of_ranks`."""
-
-    inbox: Tensor | None
-    addresses: Tensor | None
-    epochs: Tensor | None
-    words: int = 0
-    capacity: int = 0
-    rank: int = 0
-    ranks: int = 0
-
-
-NO_EXCHANGE = Exchange(None, None, None)
-
-
-def launch(call: Call, exchange: Exchange) -> tuple[Tensor, Tensor]:
-    """`heads_into_cache_kernel`; all that `accepts` asks for holds."""
     tokens, (heads, dim), kv_heads = (
         call.projected.shape[0],
         call.weight.shape,
@@ -179,11 +156,6 @@ def launch(call: Call, exchange: Exchange) -> tuple[Tensor, Tensor]:
             page_stride=call.k_cache.stride(0),
             head_stride=call.k_cache.stride(1),
             eps=call.eps,
-            inbox=exchange.inbox,
-            addresses=exchange.addresses,
-            epochs=exchange.epochs,
-            words=exchange.words,
-            capacity=exchange.capacity,
             SIZE=call.k_cache.shape[2],
             Q_HEADS=call.num_heads,
             KV_HEADS=kv_heads,
@@ -198,8 +170,6 @@ def launch(call: Call, exchange: Exchange) -> tuple[Tensor, Tensor]:
             SPANS=0 if call.means is None else call.means.shape[1],
             ADDED=call.added is not None,
             ROTATED=call.cos_sin is not None,
-            RANK=exchange.rank,
-            RANKS=exchange.ranks,
             PDL=pdl,
             num_warps=warps,
             **pdl_option(pdl),

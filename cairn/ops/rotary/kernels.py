@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cairn.ops.allreduce.kernels import exchanged
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid import row_and_part
 from cairn.ops.pdl import await_previous, launch_next
@@ -296,30 +295,14 @@ def head_squares_kernel(
 
 
 @triton.jit
-def mean_of_ranks(own, span, inbox, addresses, epochs, begin, capacity, RANK, RANKS):
-    """Mean over the ranks of a float32 scalar. `span` is the index of its word in the inbox and of
-    its counter in `epochs`; see `exchanged`."""
-    epoch = tl.load(epochs + span) + 1
-    number = tl.full((1,), 0.0, tl.float32) + own
-    word, at = number.to(tl.int32, bitcast=True), tl.arange(0, 1) + span
-    like = inbox.to(tl.pointer_type(tl.float32))
-    total = exchanged(word, at, begin, epoch, inbox, addresses, capacity, like, RANK, RANKS)
-    tl.store(epochs + span, epoch)
-    return tl.sum(total, 0) / RANKS
-
-
-@triton.jit
 def normed_heads(
     projected, added, weight, cos_sin, means, token, begin, end, row_stride, added_stride, eps,
-    inbox, addresses, epochs, words, capacity,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr,
     SPANS: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr,
-    RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """The two halves [HEADS, HP] float32 of a token's heads begin .. end - 1, those of q, k and z
-    in a row: normed, each by itself, WHOLE, or with SPANS > 0 by given means; then rotated. With
-    RANKS > 0 and WHOLE the mean square is that over the heads of all ranks."""
+    in a row: normed, each by itself, WHOLE, or with SPANS > 0 by given means; then rotated."""
     head = begin + tl.arange(0, HEADS)
     pair = tl.arange(0, HP)
     inside = (head < end)[:, None] & (pair < HALF)[None, :]
@@ -334,14 +317,7 @@ def normed_heads(
     else:
         mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
         if WHOLE:
-            whole = tl.sum(mean, 0) / (end - begin)
-            if RANKS > 0:
-                span = token * 3 + (begin >= Q_HEADS).to(tl.int32)
-                span += (begin >= Q_HEADS + KV_HEADS).to(tl.int32)
-                whole = mean_of_ranks(
-                    whole, span, inbox, addresses, epochs, words, capacity, RANK, RANKS
-                )
-            mean = tl.where(head < end, whole, 0.0)
+            mean = tl.where(head < end, tl.sum(mean, 0) / (end - begin), 0.0)
     scale = tl.rsqrt(mean + eps)
     of_weight = weight + head[:, None] * (2 * HALF) + pair[None, :]
     first *= scale[:, None] * tl.load(of_weight, mask=inside, other=0.0).to(tl.float32)
@@ -387,8 +363,7 @@ def split_norm_rope_kernel(
     begin, end = heads_of(program, Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
     first, second = normed_heads(
         projected, added, weight, cos_sin, means, token, begin, end, row_stride, added_stride, eps,
-        None, None, None, 0, 0,
-        Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, SPANS, ADDED, ROTATED, 0, 0,
+        Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, SPANS, ADDED, ROTATED,
     )  # fmt: skip
     head = begin + tl.arange(0, HEADS)
     width: tl.constexpr = 2 * HALF
@@ -406,20 +381,16 @@ def split_norm_rope_kernel(
 def heads_into_cache_kernel(
     projected, added, weight, cos_sin, means, q, z, k_cache, v_cache, location,
     row_stride, added_stride, page_stride, head_stride, eps,
-    inbox, addresses, epochs, words, capacity,
     SIZE: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
     V_HEAD: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, PROGRAMS: tl.constexpr,
     HEADS: tl.constexpr, KVP: tl.constexpr, WHOLE: tl.constexpr, SPANS: tl.constexpr,
-    ADDED: tl.constexpr, ROTATED: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
-    PDL: tl.constexpr,
+    ADDED: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same with k in its place in the cache; the last program of a token copies v there.
 
     Args:
         V_HEAD: v's first head in a row of `projected`.
         KVP: KV_HEADS, padded to a power of two.
-        inbox, addresses, epochs, capacity, RANK, RANKS: as in `mean_of_ranks`, `words` its begin;
-            RANKS 0: statistics are of this rank's heads.
         PDL: as in `await_previous`.
     """
     launch_next(PDL)
@@ -441,8 +412,8 @@ def heads_into_cache_kernel(
         begin, end = heads_of(program, Q_HEADS, KV_HEADS, ALL_HEADS, HEADS, WHOLE)
         first, second = normed_heads(
             projected, added, weight, cos_sin, means, token, begin, end,
-            row_stride, added_stride, eps, inbox, addresses, epochs, words, capacity,
-            Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, SPANS, ADDED, ROTATED, RANK, RANKS,
+            row_stride, added_stride, eps,
+            Q_HEADS, KV_HEADS, HALF, HP, HEADS, WHOLE, SPANS, ADDED, ROTATED,
         )  # fmt: skip
         head = begin + tl.arange(0, HEADS)
         width: tl.constexpr = 2 * HALF
