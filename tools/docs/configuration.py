@@ -47,6 +47,8 @@ ENVIRONMENT = {
     "CAIRN_OPS": "Which implementation of an op runs: `reference` runs the PyTorch definition of "
     "every op, `NAME=IMPLEMENTATION` forces one; several are separated by commas. `cairn ops` "
     "lists the names.",
+    "CAIRN_CHECK_RANKS": "For debugging: `1` makes the ranks of one host compare hidden states in "
+    "every step without a CUDA graph; the engine ends where they differ.",
     "CAIRN_SYNC_OPS": "For debugging: `1` makes the host wait behind every op, so that an error of "
     "the GPU names the op that caused it, and lets ops check indices on the GPU.",
     "CAIRN_COMMIT": "Commit that records of `cairn bench` and `cairn eval` name where the source "
