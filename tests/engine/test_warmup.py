@@ -104,9 +104,10 @@ def test_fifty_lengths_compile_nothing(dtype, monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_with_guesses_compile_nothing(dtype, monkeypatch):
+def test_steps_with_guesses_compile_nothing(dtype, monkeypatch, tmp_path):
     """One row or several, up to seven guesses in each, some wrong, across the ends of pages."""
     runtime = pytest.importorskip("triton").knobs.runtime
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"device": "cuda", "dtype": dtype, "kv_cache_memory": "256MiB", "max_num_seqs": 4}
     guessing = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 7}
     built = engine(CASE, max_model_len=1024, **options, **guessing)

@@ -194,7 +194,7 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     if tokens == 0:
         return o, lse
     keys, values = task.lines()
-    rows, options = _tile(task, keys.blocks is not None)
+    rows, options = tile(task, keys.blocks is not None)
     per_tile = max(1, rows // task.group)
     tiles, kv_heads = -(-tokens // per_tile), task.k_cache.shape[1]
     splits = _tile_splits(task, tiles * kv_heads)
@@ -237,7 +237,7 @@ def _tile_splits(task: Task, programs: int) -> int:
     return min(range(1, most + 1), key=seconds)
 
 
-def _tile(task: Task, paired: bool) -> tuple[int, dict[str, int]]:
+def tile(task: Task, paired: bool = False) -> tuple[int, dict[str, int]]:
     """Query rows of a tile, and what its program is launched with; paired: keys come in pairs of
     blocks."""
     half, narrow, wide = task.q.dtype != torch.float32, task.width <= 64, task.width > 128

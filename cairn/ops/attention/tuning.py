@@ -43,7 +43,7 @@ class AttentionTuning(Tuning):
     1,024 without a past 22, not 40."""
     three_narrow: dict[str, int] = field(default_factory=lambda: {"maxnreg": 168})
     """Launches programs of 4 warps with narrow heads so that three fit the registers of a
-    multiprocessor: where keys come in pairs of blocks, and of landmark layers with short rows."""
+    multiprocessor, where keys come in pairs of blocks."""
     merged: int = 2048
     """Numbers of the splits' results that a program of `merge` holds: few, for all are loaded at
     once, and nothing else is left to do."""

@@ -170,14 +170,13 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     heads, dim = job.q.shape[1:]
     kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
     pairs, lines = job.indices.numel(), kv_heads * pages
-    copies = TUNING.page_copies if lines <= TUNING.page_copied else 1
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
     most = pairs // job.unit_pairs + min(pairs, lines)
     numbers = job.numbers(*[pairs] * 4, *[lines] * 3, *[most] * 3)
     line_of, rank, places, token_at, sizes, starts, units, unit_line, unit_first, unit_of = numbers
     if pairs == 0:
         return parts, places
-    counts = gpu.zeros((lines * copies * TUNING.page_apart + 2,), torch.int32, job.q.device)
+    counts = gpu.zeros((lines * TUNING.page_apart + 2,), torch.int32, job.q.device)
     arguments = job.arguments() | {
         "counts": counts,
         "cursors": counts[-2:],
@@ -195,7 +194,6 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
         "pages": pages,
         "parts": parts,
         "MOST": job.unit_pairs,
-        "COPIES": copies,
         "APART": TUNING.page_apart,
         "BLOCK": TUNING.page_block,
     }

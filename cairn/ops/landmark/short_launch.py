@@ -8,7 +8,6 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.attention import launch
-from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.landmark.kernels.short import short_kernel, short_scores_kernel
 from cairn.ops.landmark.select_launch import Selection
 from cairn.ops.landmark.tuning import TUNING
@@ -45,7 +44,7 @@ def attend(
         K=max(16, width),
         num_warps=4,
     )
-    rows, options = _tile(task)
+    rows, options = launch.tile(task)
     each = max(1, rows // task.group)
     short_kernel[(job.groups, -(-tokens // each))](
         **task.arguments(),
@@ -62,12 +61,3 @@ def attend(
         **options,
     )
     return o, indices, scores, lse
-
-
-def _tile(task: launch.Task) -> tuple[int, dict[str, int]]:
-    """Query rows of a tile, and what its program is launched with. Pages are many blocks of keys:
-    tiles are small."""
-    rows = 64 if task.width <= 128 else 32
-    if task.width > 64 or task.q.dtype == torch.float32:
-        return rows, {"num_warps": 4, "num_stages": 2}
-    return rows, {"num_warps": 4, "num_stages": 3, **ATTENTION_TUNING.three_narrow}

@@ -76,10 +76,6 @@ class LandmarkTuning(Tuning):
     page_block: int = 256
     page_apart: int = 8
     """Numbers between two counters: those in one sector of the cache wait for each other."""
-    page_copies: int = 4
-    page_copied: int = 1 << 16
-    """Counters of a page, which many pairs may meet at, and pages of all heads up to which they
-    pay."""
     select_few_tokens: int = 256
     """At most this many tokens are worth holding every head's scores."""
     select_programs: int = 528

@@ -152,10 +152,8 @@ def test_any_negative_place_holds_no_page(none):
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
-@pytest.mark.parametrize("copied", [0, 1 << 16])
-def test_page_attention_by_one_counter_a_page_or_several(copied, tuned):
+def test_page_attention_where_many_tokens_select_a_page(tuned):
     # Blocks and units as small as can be: many of both meet at the page that everybody selects.
-    tuned(TUNING, page_copied=copied)
     tuned(TUNING, page_block=16)
     tuned(TUNING, page_unit_pairs=4)
     tuned(TUNING, page_unit_lines=4)

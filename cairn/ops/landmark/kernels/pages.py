@@ -121,12 +121,11 @@ def pages_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def count_kernel(
     indices, row, page_table, counts, lines, ranks, pairs, pages, table_stride, topk,
-    KV_HEADS: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """counts [KV_HEADS * pages, COPIES, APART], 0 before: in front, the pairs of every line that
-    the programs of a copy met; and for every pair its line (-1: no page) and its number there."""
-    program = tl.program_id(0)
-    pair = program * BLOCK + tl.arange(0, BLOCK)
+    """counts [KV_HEADS * pages, APART], 0 before: in front, the pairs of every line; and for every
+    pair its line (-1: no page) and its number there."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     logical = tl.load(indices + pair, mask=inside, other=-1)
     found = logical >= 0
@@ -134,8 +133,7 @@ def count_kernel(
     this_row = tl.load(row + place // KV_HEADS, mask=found, other=0)
     page = tl.load(page_table + this_row * table_stride + logical, mask=found, other=0)
     line = tl.where(found, place % KV_HEADS * pages + page, -1)
-    counter = counts + (line * COPIES + program % COPIES) * APART
-    rank = tl.atomic_add(counter, 1, mask=found, sem="relaxed")
+    rank = tl.atomic_add(counts + line * APART, 1, mask=found, sem="relaxed")
     tl.store(lines + pair, line, mask=inside)
     tl.store(ranks + pair, rank, mask=found)
 
@@ -143,21 +141,18 @@ def count_kernel(
 @triton.jit
 def place_kernel(
     counts, cursors, sizes, starts, units, lines,
-    MOST: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    MOST: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Give every line a stretch of the sorted pairs, and a unit of work for each MOST of them.
 
     Args:
-        counts: of every copy; becomes the pairs of the copies in front of it.
+        counts: [lines, APART], in front the pairs of every line.
         cursors: [2], 0 before: the pairs and the units given away so far.
         sizes, starts, units: [lines], its pairs and the first of each.
     """
     line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = line < lines
-    counter = counts + (line[:, None] * COPIES + tl.arange(0, COPIES)[None, :]) * APART
-    own = tl.load(counter, mask=inside[:, None], other=0)
-    count = tl.sum(own, 1)
-    tl.store(counter, tl.cumsum(own, 1) - own, mask=inside[:, None])
+    count = tl.load(counts + line * APART, mask=inside, other=0)
     tl.store(sizes + line, count, mask=inside)
     needed = (count + MOST - 1) // MOST
     start = tl.atomic_add(cursors, tl.sum(count, 0), sem="relaxed")
@@ -168,20 +163,17 @@ def place_kernel(
 
 @triton.jit(do_not_specialize=["pairs"])
 def order_kernel(
-    lines, ranks, counts, sizes, starts, units, places, tokens,
+    lines, ranks, sizes, starts, units, places, tokens,
     unit_line, unit_first, unit_pairs, pairs, topk,
-    KV_HEADS: tl.constexpr, MOST: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr,
-    BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sort the pairs by line: places [pairs], where each goes (-1: no page), and tokens [pairs], of
-    what goes there; and what line a unit is of, and which places. BLOCK is that of the count."""
-    program = tl.program_id(0)
-    pair = program * BLOCK + tl.arange(0, BLOCK)
+    what goes there; and what line a unit is of, and which places."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = tl.load(lines + pair, mask=pair < pairs, other=-1)
     found = line >= 0
     start = tl.load(starts + line, mask=found, other=0)
     rank = tl.load(ranks + pair, mask=found, other=0)
-    rank += tl.load(counts + (line * COPIES + program % COPIES) * APART, mask=found, other=0)
     place = tl.where(found, start + rank, -1)
     tl.store(places + pair, place, mask=pair < pairs)
     tl.store(tokens + place, pair // (topk * KV_HEADS), mask=found)

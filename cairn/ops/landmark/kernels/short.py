@@ -43,7 +43,6 @@ def short_scores_kernel(
     own_slot = tl.load(slot + token, mask=alive, other=-1).to(tl.int32)
     candidates = tl.maximum(own_slot - offset, 0) // size
     token = token.to(tl.int64)
-    query = load_rows(lmk_q + (token * HEADS + head) * DIM, alive, DIM, DP)
     shown = c[None, :] < candidates[:, None]
     if head % (HEADS // KV_HEADS) == 0:
         line = token * KV_HEADS + head // (HEADS // KV_HEADS)
@@ -56,6 +55,7 @@ def short_scores_kernel(
         most = tl.max(tl.where(mine, candidates, 0), 0)
         value = tl.full(shown.shape, float("-inf"), tl.float32)
         if most > 0:
+            query = load_rows(lmk_q + (token * HEADS + head) * DIM, alive, DIM, DP)
             found = tile_scores(
                 query, page_table + this_row * table_stride, key, bias, c, c < most, head,
                 page_stride, head_stride, scale, 1.0, HEADS, KEY_HEADS, DIM, DP, BIAS, PRECISION,
