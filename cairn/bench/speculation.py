@@ -1,8 +1,9 @@
 """`cairn bench speculation`: steps with guesses against steps without, in one engine.
 
-The last matrix of each mixer and feed-forward part is set to zero: layers take their time and add
-nothing to their tokens. So each token decides the next one, and greedy text soon repeats itself: a
-prompt that ends with some of it is copied, and prompt lookup finds where from.
+The last matrix of each mixer and feed-forward part is set to zero, so that layers take their time
+and add nothing to their tokens, and the output head is the embedding in another order: each token
+decides the next one, in long cycles. A prompt that ends with a cycle is copied, and prompt lookup
+finds where from.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from cairn.engine.drafts import Drafter, NgramDrafter
 from cairn.engine.pace import Pace
 from cairn.engine.request import Request
 from cairn.errors import BadRequest
+from cairn.layers.linear import Head
 from cairn.llm import LLM
+from cairn.models.decoder import Decoder
 from cairn.types import SamplingParams
 
 TURNS = 3
 """Times that each way of decoding runs, one after the other; the fastest counts."""
+LONGEST = 12
+"""Tokens of the longest match that prompt lookup looks for."""
+DRAWN_AT = 100.0
+"""Temperature of random text: the logits of a token that decides the next one lie far apart."""
 RANDOM, WRONG = "random text", "wrong guesses"
 CASES = ("copying", RANDOM, WRONG)
 
@@ -125,7 +132,7 @@ def run_speculation(plan: SpeculationPlan) -> Iterator[SpeculationCell]:
             "Give a longer --context or a shorter --output-len",
         )
     with open_engine(plan.subject, plan.backend, options) as llm:
-        decide_by_token(llm)
+        follow_cycles(llm, max(1, plan.output_len - LONGEST))
         for batch in plan.batches:
             prompts = random_prompts(batch, plan.context, llm.spec.vocab_size, seed=batch)
             for case in CASES:
@@ -133,12 +140,20 @@ def run_speculation(plan: SpeculationPlan) -> Iterator[SpeculationCell]:
 
 
 @torch.no_grad()
-def decide_by_token(llm: LLM) -> None:
-    """Let the layers of a model add nothing to its tokens."""
-    model = cast(torch.nn.Module, llm._built.runner.model)
+def follow_cycles(llm: LLM, period: int) -> None:
+    """Let each token decide the next one, in cycles of `period` tokens."""
+    model = cast(Decoder, llm._built.runner.model)
     for name, weight in model.named_parameters():
         if name.endswith((".out.weight", ".down.weight")):
             weight.zero_()
+    table = model.embedding.weight[: llm.spec.vocab_size]
+    token = torch.arange(len(table), device=table.device)
+    place = token % period
+    begin = token - place
+    before = begin + (place - 1) % (len(table) - begin).clamp(max=period)
+    model.head = Head(*table.shape, dtype=table.dtype).to(table.device)
+    # It has more rows, in whole tiles.
+    model.head.weight.zero_()[: len(table)] = table[before]
 
 
 def with_passages(
@@ -155,12 +170,14 @@ def with_passages(
 def _cell(
     llm: LLM, plan: SpeculationPlan, prompts: Sequence[TokenPrompt], case: str
 ) -> SpeculationCell:
-    drawn = SamplingParams(temperature=1.0, seed=1, max_tokens=plan.output_len, ignore_eos=True)
+    drawn = SamplingParams(
+        temperature=DRAWN_AT, seed=1, max_tokens=plan.output_len, ignore_eos=True
+    )
     greedy = SamplingParams(temperature=0.0, max_tokens=plan.output_len, ignore_eos=True)
     params = drawn if case == RANDOM else greedy
     if case != RANDOM:
         prompts = with_passages(llm, prompts, greedy)
-    lookup = NgramDrafter(plan.drafts, 2, 12)
+    lookup = NgramDrafter(plan.drafts, 2, LONGEST)
     drafter: Drafter = Wrong(lookup) if case == WRONG else lookup
     times = llm.engine.core.times
     plain: list[_Ran] = []

@@ -74,11 +74,13 @@ class NgramDrafter:
         if not matches:
             return []
         ends, lengths = (np.concatenate(parts) for parts in zip(*matches, strict=True))
-        order = np.argsort(-lengths, kind="stable")
-        # Of each token that follows, the first in this order.
-        _, first = np.unique(known[ends[order] + 1], return_index=True)
-        behind = ends[order[np.sort(first)[:count]]] + 1
-        return [np.resize(known[begin : begin + most], most).tolist() for begin in behind.tolist()]
+        order, first = np.argsort(-lengths, kind="stable"), [0]
+        if count > 1:
+            # Of each token that follows, the first in this order.
+            first = sorted(np.unique(known[ends[order] + 1], return_index=True)[1].tolist())
+        behind = ends[order[first[:count]]] + 1
+        found = [known[begin : begin + most].tolist() for begin in behind.tolist()]
+        return [(tokens * -(-most // len(tokens)))[:most] for tokens in found]
 
     def _matches(self, known: NDArray[np.int32], count: int) -> list[tuple[Ints, Ints]]:
         """Where earlier occurrences of the last tokens end, the newest first, and how many of these
