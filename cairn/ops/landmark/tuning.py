@@ -12,43 +12,41 @@ class LandmarkTuning(Tuning):
     """One field a constant."""
 
     fused_early_tokens: int = 64
-    """At most this many tokens launch kernels before the one in front is done: with more, programs
-    that wait would take the place of others that work."""
+    """Most tokens of a step whose kernels are launched with PDL: with more, waiting programs would
+    take the places of working ones."""
     fused_early_reads: int = 8
-    """At most this many launch so the kernel that only reads pages: those of more fill the
-    device."""
+    """Most tokens for which the kernel that reads pages is: those of more fill the device."""
     fused_programs: int = 512
-    """Programs that fill a large device, no more: a few beyond its places take as long again. Fewer
-    tokens are scored by more programs each."""
+    """Programs that fill a large device exactly: a few more would need a second wave. Few tokens
+    are scored by several programs each."""
     fused_most_programs: int = 256
-    """Programs that score a token for one KV head, at most: one program adds up what they found."""
+    """Most programs that score a token for one KV head; one program merges their results."""
     fused_least_programs: int = 4
     fused_chunk: int = 512
     fused_long_row: int = 2560
-    """Candidates that one program chooses from; twice as many in rows of more than LONG_ROW, and
-    still more where there are very many."""
+    """Candidates of a chunk, from which one program chooses; twice as many in rows of more than
+    `fused_long_row` pages, and more where there would be too many chunks."""
     fused_short_chunk: int = 256
-    """Candidates of a chunk that is chosen from as if there could be no more."""
+    """Smallest tile of candidates that a program chooses from, where its chunk is not full."""
     fused_lone_tokens: int = 1
-    """Of more tokens, half as many warps as usual read a page alone. An engine's steps decided, not
-    the op by itself, which is quicker with one warp at every size."""
+    """With more tokens, half as many warps read a page. Chosen by the time of an engine's steps;
+    the op by itself is faster with one warp at every size."""
     fused_lone_numbers: int = 1024
     fused_lone_warps: int = 4
-    """Numbers of a page's keys that each warp has of those that read it for a lone token, and most
-    of these warps: decided so too."""
+    """Numbers of a page's keys for each warp that reads it for a single token, and the most warps;
+    chosen likewise."""
     fused_most_listed: int = 384
-    """What all chunks of a token may find for one KV head, before the chunks grow further."""
+    """Most pages that all chunks of a token choose for one KV head; chunks grow to keep to it."""
     fused_whole: float = 12e-6
-    """Seconds that the step takes to read from memory at least, for one launch to do all of it:
-    what programs wait for each other then passes while others read. Of less, launches early in
-    front of each other take less time."""
+    """Least seconds of memory reads of a step that is one launch: programs that wait for others are
+    then hidden behind reads. A shorter step is faster as four launches with PDL."""
     fused_abreast: int = 8
-    """Programs on a multiprocessor between those of a line that wait for each other: more than have
-    a place at once, so that the ones waited for are done."""
+    """Programs for each multiprocessor between a program and those of its line that it waits for:
+    more than run at once, so that it never waits for one that has not started."""
     fused_registers: int = 128
-    """Of a thread, where programs of all kinds are one launch: four have a place."""
+    """Registers of a thread of the one launch: four programs fit a multiprocessor."""
     fused_window_programs: int = 264
-    """Programs that share the windows where one launch does all: beside others, each reads more."""
+    """Programs that share the windows in the one launch, beside those of other kinds."""
     fused_stages: int = 3
     fused_read_stages: int = 2
     """Of the loops of scanning and of reading programs."""
