@@ -64,8 +64,8 @@ WHOLE = Cuts(False)
 
 
 def alone(rows: int, slots: int) -> int:
-    """How many of a step's first slots are attended one by one where so many rows decode in front
-    of chunks: all of the rows', and a few of the chunks'."""
+    """Number of a step's first slots that are attended one by one if `rows` rows decode in front of
+    chunks: those of the rows, rounded up with slots of the chunks."""
     if not rows:
         return 0
     whole = -(-rows // ALONE[-1]) * ALONE[-1]
@@ -74,7 +74,7 @@ def alone(rows: int, slots: int) -> int:
 
 @functools.cache
 def fewest_rows(apart: int, slots: int) -> int:
-    """How many rows decode at least where `alone` gives so many slots."""
+    """Fewest decoding rows for which `alone` gives `apart` slots."""
     return next(rows for rows in range(apart + 1) if alone(rows, slots) == apart)
 
 
@@ -111,7 +111,7 @@ class Cutter:
         return Cuts(True, apart, best)
 
     def all_of_bucket(self, bucket: int, num_rows: int) -> list[Cuts]:
-        """Everything that `of_bucket` may give where so many rows run at once."""
+        """All results of `of_bucket` for steps of up to `num_rows` rows."""
         # A step of few slots is run in tiles only if they belong to few rows.
         most = num_rows if bucket > UNCHUNKED else min(num_rows, bucket // CHUNK)
         parts = sorted({alone(decoding, bucket) for decoding in range(most)})
@@ -120,7 +120,7 @@ class Cutter:
         ]
 
     def _fronts(self, rows: StepRows, begin: int) -> tuple[Front, ...]:
-        """The slots behind `begin` that are within the limits, where cutting them off pays."""
+        """The fronts of the slots from `begin` on that are large enough to be parts of their own."""
         found = []
         for number, limit in enumerate(self.limits):
             late = rows.slot[begin:] >= limit.slots
@@ -131,9 +131,9 @@ class Cutter:
         return tuple(found)
 
     def _choices(self, bucket: int, apart: int) -> list[tuple[Front, ...]]:
-        """What of the slots behind those apart may be of fronts: nothing, what is of a row from its
-        start on, or all of the first. Of those apart, what rows that decode leave are the row's
-        first."""
+        """The fronts that a graph of `bucket` slots may have behind its first `apart`: none, those
+        of one row from its start on, or the first front for all slots. Slots of `apart` beyond the
+        decoding rows are the first ones of that row."""
         slots, past = bucket - apart, apart - fewest_rows(apart, bucket)
         found: list[tuple[Front, ...]] = [()]
         if self.limits and slots:
