@@ -120,7 +120,7 @@ class Cutter:
         ]
 
     def _fronts(self, rows: StepRows, begin: int) -> tuple[Front, ...]:
-        """The fronts of the slots from `begin` on that are large enough to be parts of their own."""
+        """Fronts of the slots from `begin` on that are large enough to be parts of their own."""
         found = []
         for number, limit in enumerate(self.limits):
             late = rows.slot[begin:] >= limit.slots

@@ -113,7 +113,7 @@ class RankProcess:
             raise BrokenPipeError(str(error)) from None
 
     def death(self, store: Any) -> EngineDead | None:
-        """How it ended, by its own word in the store if it left one; None: it runs."""
+        """How it ended, as it reported in the store if it did; None: it runs."""
         code = self.process.poll()
         if code is None:
             return None

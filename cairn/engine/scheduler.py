@@ -101,8 +101,8 @@ class Scheduler:
     def can_look_ahead(self) -> bool:
         """Whether the next step can be planned before the one in flight has retired.
 
-        Not when pages would have to be taken back: rows in flight keep theirs, and it is not for
-        others to give.
+        False if pages would have to be taken from running rows: those in flight keep theirs until
+        their step retires.
         """
         available, per_page = self.cache.available, self.slots.tokens_per_page
         if len(self.running) + self.limits.step_slots // per_page < available:
@@ -313,7 +313,7 @@ class Scheduler:
         return max(0, min(most, int(self._counts.capacity[request.row]) - end))
 
     def _extend(self, requests: Sequence[Request], draft: PlannedStep) -> list[Request]:
-        """Make room for one token more in each; returns those that stay without."""
+        """Make room for one more token of each request; returns those for which there is none."""
         left_out = []
         for request in requests:
             # Making room for one may have taken the pages of another one that comes later.
@@ -361,7 +361,7 @@ class Scheduler:
         return grown
 
     def _victim(self, draft: PlannedStep) -> Request | None:
-        """The last request in order that no step in flight and not this draft names."""
+        """The last request in order that neither the step in flight nor this draft runs."""
         busy = {id(r) for flight in self._in_flight.values() for r in flight.requests}
         busy.update(id(r) for r in draft.requests)
         free = [r for r in self.running if id(r) not in busy and not r.doomed]
