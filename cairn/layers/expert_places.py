@@ -55,6 +55,10 @@ class ExpertPlaces:
             copies, places = (table.to(ids.device) for table in self._computed())
             self._tables = copies, places
         copies, places = self._tables
+        if self.loads is None and self.placement.size == self.experts:
+            # One copy each; index -1 is the row behind the last expert.
+            only: Tensor = places[ids, 0]
+            return only
         chosen = ids.clamp(min=0).long()
         if self.loads is not None:
             flat = chosen.flatten()
@@ -63,10 +67,11 @@ class ExpertPlaces:
         return torch.where(ids < 0, -1, found)
 
     def _computed(self) -> tuple[Tensor, Tensor]:
-        """Copies of each expert [E] int64, and this rank's place of each copy [E, ranks] int32."""
+        """Copies of each expert [E] int64, and this rank's place of each copy [E + 1, ranks] int32,
+        -1 in the last row."""
         ranks, count = self.placement.shape
         copies = np.zeros(self.experts, dtype=np.int64)
-        places = np.full((self.experts, ranks), -1, dtype=np.int32)
+        places = np.full((self.experts + 1, ranks), -1, dtype=np.int32)
         for rank in range(ranks):
             for place in range(count):
                 expert = self.placement[rank, place]
