@@ -59,7 +59,9 @@ def readme_table() -> str:
     found = [
         group
         for group in groups({"prefill", "decode"})
-        if "cuda" in group[0]["devices"][-1] and group[0].get("shape") == README_SHAPE
+        if "cuda" in group[0]["devices"][-1]
+        and group[0].get("shape") == README_SHAPE
+        and all(_pages(record) == record["dtype"] for record in group)
     ]
     newest = max(found, key=lambda group: str(group[-1]["date"]))
     return "\n".join(["", *latency(newest), "", f"{_where(newest[0])}, bfloat16.", ""])
@@ -83,16 +85,18 @@ def latency(records: Sequence[Record]) -> list[str]:
     contexts = sorted({record["context"] for record in records})
     cells: dict[tuple[str, ...], dict[int, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in sorted(records, key=lambda r: (r["phase"] != "prefill", r["batch"])):
-        key = (record["phase"], BACKENDS[record["backend"]], record["dtype"], str(record["batch"]))
+        kind, batch = BACKENDS[record["backend"]], str(record["batch"])
+        key = (record["phase"], kind, record["dtype"], batch, _pages(record))
         cells[key][record["context"]].append(record)
     several = [len({key[i] for key in cells}) > 1 for i in range(4)]
     lines = [
         "| | " + " | ".join(f"{context:,} tokens" for context in contexts) + " |",
         "|---" * (len(contexts) + 1) + "|",
     ]
-    for (phase, backend, dtype, batch), row in cells.items():
+    for (phase, backend, dtype, batch, pages), row in cells.items():
         name = "prefill" if phase == "prefill" else f"decode step, batch {batch}"
         name += f", {backend}" * several[1] + f", {dtype}" * several[2]
+        name += f", pages in {pages}" * (pages != dtype)
         times = [_milliseconds(row[context]) if context in row else "" for context in contexts]
         lines.append(f"| {name} | {' | '.join(times)} |")
     return lines
@@ -184,7 +188,7 @@ def text(records: Sequence[Record]) -> list[str]:
 
 
 def quantised_kv(records: Sequence[Record]) -> list[str]:
-    """What 8-bit keys and values change: logits of golden models, and facts found."""
+    """What keys and values in 8 and 4 bits change: logits of golden models, and facts found."""
     lines = ["| model | keys and values | tokens | result |", "|---" * 4 + "|"]
     for r in records:
         if r["measured"] == "logits":
@@ -205,7 +209,7 @@ SECTIONS: tuple[tuple[str, set[str], Callable[[Sequence[Record]], list[str]]], .
     ("Decode steps with pages in host memory", {"host tier"}, host_tier),
     ("Facts found in long documents", {"needle"}, needles),
     ("Text", {"ppl"}, text),
-    ("8-bit keys and values", {"logits", "needles"}, quantised_kv),
+    ("Keys and values in 8 and 4 bits", {"logits", "needles"}, quantised_kv),
 )
 
 
@@ -217,6 +221,11 @@ def _milliseconds(records: Sequence[Record]) -> str:
     shares = [record["fraction"] for record in records if record.get("fraction")]
     share = f" ({max(shares):.0%})" if shares else ""
     return f"{times[0]} to {times[-1]} ms{share}" if len(times) > 1 else f"{times[0]} ms{share}"
+
+
+def _pages(record: Record) -> str:
+    """Dtype of the cache."""
+    return str(record.get("kv_cache_dtype") or record["dtype"])
 
 
 def _number(value: float) -> str:
