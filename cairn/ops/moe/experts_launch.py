@@ -11,7 +11,7 @@ from cairn.ops import gpu
 from cairn.ops.moe import align_launch, rows_launch
 from cairn.ops.moe.kernels.align import tiles_kernel
 from cairn.ops.moe.kernels.experts import GROUP, experts_kernel
-from cairn.ops.moe.kernels.vectors import vectors_kernel
+from cairn.ops.moe.kernels.vector import vector_kernel
 from cairn.ops.moe.tuning import TUNING, Tile
 from cairn.ops.quantization import launch as quantization
 from cairn.ops.quantization.blocks import EPS
@@ -95,9 +95,6 @@ def multiply(
         rows, tile: which row has which expert, and what a program computes.
         kind, limit: the activation, "" for none, and its limit, see `fused_experts`; 0: none.
     """
-    if a.scale is None and by_vectors(a.x, rows):
-        _multiply_vectors(a.x, w, out.x, rows, kind, limit)
-        return
     _, lines, width = w.x.shape
     numbers = out.x.shape[1]
     columns = -(-numbers // tile.columns)
@@ -161,43 +158,23 @@ def multiply(
     )
 
 
-def by_vectors(x: Tensor, rows: Rows) -> bool:
-    """Whether `vectors_kernel` multiplies x [any, K]: each row is a tile of its own."""
-    alone = rows.single or (rows.owners is None and rows.count == 1)
-    return alone and x.shape[1] <= TUNING.vector_width
-
-
-def _multiply_vectors(
-    x: Tensor, w: Scaled, out: Tensor, rows: Rows, kind: str, limit: float
-) -> None:
-    """`vectors_kernel`, arguments as of `multiply`."""
-    _, lines, width = w.x.shape
-    numbers = out.shape[1]
-    blocks = gpu.next_power_of_2(-(-width // GROUP))
-    size = blocks * GROUP * w.x.element_size() * (2 if kind else 1)
-    each = max(1, min(TUNING.vector_bytes // size, gpu.next_power_of_2(numbers)))
-    columns = -(-numbers // each)
-    vectors_kernel[(rows.tiles * columns,)](
+def _multiply_row(x: Tensor, w: Scaled, out: Tensor) -> None:
+    """`vector_kernel`: x [1, K] with a matrix [1, N, K] into out [1, N]."""
+    assert w.scale is not None
+    _, numbers, width = w.x.shape
+    blocks = width // GROUP
+    padded = gpu.next_power_of_2(blocks)
+    each = max(1, TUNING.vector_bytes // (padded * GROUP))
+    vector_kernel[(-(-numbers // each),)](
         x=x,
         w=w.x,
         w_scale=w.scale,
         out=out,
-        owners=rows.owners,
-        share=rows.share if rows.gathered else 1,
         numbers=numbers,
         width=width,
-        rows=lines,
-        x_stride=x.stride(0),
-        w_scale_expert=0 if w.scale is None else w.scale.stride(0),
         w_scale_row=w.strides[0],
-        out_stride=out.stride(0),
-        columns=columns,
-        limit=float(limit),
         BN=each,
-        BLOCKS=blocks,
-        KIND=kind,
-        CLAMPED=limit > 0,
-        SCALED=w.scale is not None,
+        BLOCKS=padded,
         HARDWARE=gpu.knows_e4m3(x.device),
         PDL=gpu.supports_pdl(x.device),
         num_warps=TUNING.vector_warps,
@@ -253,12 +230,11 @@ def quantized(x: Tensor) -> Scaled:
     return Scaled(codes, scale)
 
 
-def coded(x: Tensor, tile: Tile, rows: Rows) -> Scaled:
-    """Rows [R, K] for products in fp8: quantised, or as they are where the kernel of the product
-    does it: of single rows, and of short ones in small tiles, that takes less time than another
-    launch."""
+def coded(x: Tensor, tile: Tile) -> Scaled:
+    """Rows [R, K] for products in fp8: quantised, or as they are where `experts_kernel` does it:
+    of short rows in small tiles that takes less time than another launch."""
     few = tile.rows <= TUNING.fewest_rows and x.shape[1] <= TUNING.quantized_inside
-    return Scaled(x) if few or by_vectors(x, rows) else quantized(x)
+    return Scaled(x) if few else quantized(x)
 
 
 def grouped(ids: Tensor, experts: int, tile: Tile) -> Rows:
@@ -283,12 +259,14 @@ def multiply_all(a: Scaled, w: Scaled, out: Tensor) -> Tensor:
     quantised; K is a multiple of 128."""
     count = a.x.shape[0]
     tile = tiles_for(w, count)[1]
-    tiles = -(-count // tile.rows)
-    rows = Rows(count, tiles)
     if a.scale is None:
-        a = coded(a.x, tile, rows)
+        if count == 1 and a.x.shape[1] <= TUNING.vector_width:
+            _multiply_row(a.x, w, out)
+            return out
+        a = coded(a.x, tile)
+    tiles = -(-count // tile.rows)
     tile = spread(tile, tiles, out.shape[1], out.device)
-    multiply(a, w, Scaled(out), rows, tile)
+    multiply(a, w, Scaled(out), Rows(count, tiles), tile)
     return out
 
 
@@ -348,8 +326,8 @@ def run_experts(
     first = spread(first, rows.tiles, inner, x.device)
     second = spread(second, rows.tiles, width, x.device)
     scaled = w1.scale is not None
-    a = coded(x, first, rows) if scaled else Scaled(x)
-    with_scales = scaled and first.columns == GROUP and not by_vectors(x, rows)
+    a = coded(x, first) if scaled else Scaled(x)
+    with_scales = scaled and first.columns == GROUP
     dtype = E4M3 if with_scales else x.dtype
     between = Scaled(gpu.empty((rows.count, inner), dtype, x.device))
     if with_scales:
@@ -357,7 +335,7 @@ def run_experts(
         between = replace(between, scale=scale)
     multiply(a, w1, between, replace(rows, gathered=True), first, kind, limit)
     if scaled and not with_scales:
-        between = coded(between.x, second, rows)
+        between = coded(between.x, second)
     y = gpu.empty((places, width), x.dtype, x.device)
     multiply(between, w2, Scaled(y), replace(rows, scattered=True), second)
     out = gpu.empty((tokens, width), x.dtype, x.device)

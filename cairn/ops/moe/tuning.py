@@ -58,9 +58,9 @@ class MoeTuning(Tuning):
     quantized_inside: int = 512
     """Widest rows of such tiles that every program of a product in fp8 quantises itself."""
     vector_width: int = 8192
-    """Widest single rows that are multiplied without tensor cores."""
+    """Widest row that is multiplied by itself without tensor cores."""
     vector_bytes: int = 1 << 14
-    """Bytes of a matrix that a program of these loads at once."""
+    """Bytes of a matrix that a program of such a product loads."""
     vector_warps: int = 4
     tiles: dict[str, tuple[tuple[int, Tile, Tile], ...]] = field(
         default_factory=lambda: {

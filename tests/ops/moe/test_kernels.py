@@ -67,7 +67,7 @@ def test_a_product_quantises_short_rows_itself(tuned: Tuned) -> None:
     scales = {"w1_scale": torch.rand(2, 2, 2), "w2_scale": torch.rand(2, 2, 1)}
     found = []
     for widest in (0, 256):
-        tuned(TUNING, quantized_inside=widest, vector_width=0)
+        tuned(TUNING, quantized_inside=widest)
         found.append(
             (
                 ops.fused_experts.using("triton")(x, w1, w2, weights, ids, **scales),
@@ -76,3 +76,14 @@ def test_a_product_quantises_short_rows_itself(tuned: Tuned) -> None:
         )
     for separate, inside in zip(*found, strict=True):
         assert torch.equal(separate, inside)
+
+
+def test_one_row_needs_no_tile(tuned: Tuned) -> None:
+    torch.manual_seed(4)
+    x, w = torch.randn(1, 384), torch.randn(200, 384).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3)
+    wanted = ops.linear_fp8_blocks.using("reference")(x, w, scale)
+    for widest in (0, 384):
+        tuned(TUNING, vector_width=widest, vector_bytes=1 << 11)
+        got = ops.linear_fp8_blocks.using("triton")(x, w, scale)
+        torch.testing.assert_close(got, wanted)

@@ -136,17 +136,6 @@ def sum_products(
 
 
 @triton.jit
-def gated(left, right, limit, KIND: tl.constexpr, CLAMPED: tl.constexpr):
-    """act(left) * right, or left where KIND is ""; see `experts_kernel`."""
-    if CLAMPED:
-        left = tl.minimum(left, limit, propagate_nan=tl.PropagateNan.ALL)
-        right = tl.clamp(right, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-    if KIND != "":
-        left = activated(left, KIND) * right
-    return left
-
-
-@triton.jit
 def rows_of(
     tile, order, begins, ends, places, share, count,
     BM: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr, SINGLE: tl.constexpr,
@@ -255,7 +244,12 @@ def experts_kernel(
         w_stride, a_scale_step, half,
         BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION, HARDWARE, STAGES,
     )  # fmt: skip
+    if CLAMPED:
+        left = tl.minimum(left, limit, propagate_nan=tl.PropagateNan.ALL)
+        right = tl.clamp(right, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+    if KIND != "":
+        left = activated(left, KIND) * right
     store_tile(
-        out, out_scale, target, inside, number, gated(left, right, limit, KIND, CLAMPED), numbers,
-        out_stride, out_scale_stride, out_scale_step, HARDWARE,
+        out, out_scale, target, inside, number, left, numbers, out_stride, out_scale_stride,
+        out_scale_step, HARDWARE,
     )  # fmt: skip
