@@ -13,7 +13,7 @@ import time
 from cairn.engine.build import Built, page_format
 from cairn.errors import BadModel
 from cairn.ops.advice import compile_ahead, note_of
-from cairn.runner.first_steps import FirstSteps, Steps
+from cairn.runner.first_steps import FirstSteps, StepSeries
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def first_steps(built: Built) -> FirstSteps:
     )
 
 
-def _run(built: Built, steps: Steps) -> None:
+def _run(built: Built, steps: StepSeries) -> None:
     launch = built.core.executor.launch
     *_, last = (launch(plan).result() for plan in steps.prefills)
     for plan in (steps.decode, steps.close):

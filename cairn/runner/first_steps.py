@@ -23,7 +23,7 @@ GPU_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 
 with 4 heads or more numbers of tiles on both sides of the number of processors."""
 
 
-class Steps(NamedTuple):
+class StepSeries(NamedTuple):
     """Rows open with prefills, the last of which is sampled, decode once, and are closed."""
 
     prefills: tuple[StepPlan, ...]
@@ -59,7 +59,7 @@ class FirstSteps:
     fronts: Sequence[int] = ()
     draft_layer: bool = False
 
-    def prompts(self, on_gpu: bool) -> list[Steps]:
+    def prompts(self, on_gpu: bool) -> list[StepSeries]:
         """Prompts of one row."""
         slots, longest = self.shape.slots, max(1, min(self.most - 1, self.chunk))
         lengths: Iterable[int] = GPU_TOKENS
@@ -69,12 +69,12 @@ class FirstSteps:
         alone = [self._prompt([0, length]) for length in lengths]
         return alone + self.behind_fronts(lengths) if on_gpu else alone
 
-    def behind_fronts(self, lengths: Sequence[int]) -> list[Steps]:
+    def behind_fronts(self, lengths: Sequence[int]) -> list[StepSeries]:
         """Steps of all lengths behind each front of a row."""
         fronts = [int(self.shape.slots.tokens_in(slots)) + 1 for slots in self.fronts]
         return [steps for past in fronts for steps in self.behind(past, lengths)]
 
-    def behind(self, past: int, lengths: Sequence[int]) -> list[Steps]:
+    def behind(self, past: int, lengths: Sequence[int]) -> list[StepSeries]:
         """Steps of all lengths, one after the other in a row behind `past` tokens, as far as the
         longest sequence allows and leaves room for one token more."""
         ends = itertools.accumulate(lengths, initial=past)
@@ -82,11 +82,11 @@ class FirstSteps:
         bounds = [*range(0, past, lengths[-1]), *held]
         return [self._prompt(bounds)] if bounds[-1] > past else []
 
-    def rows(self) -> list[Steps]:
+    def rows(self) -> list[StepSeries]:
         """One token in one row, and in all."""
         return [self._tokens(count) for count in sorted({1, self.shape.num_rows})]
 
-    def guesses(self) -> list[Steps]:
+    def guesses(self) -> list[StepSeries]:
         """One row and all rows with guesses behind a prompt of one token; none where nobody
         guesses, or the longest sequence is too short."""
         drafts = self.shape.drafts
@@ -112,7 +112,7 @@ class FirstSteps:
         window = (page % self.window_pages for page in numbers if self.window_pages)
         return PageGrant(row, 0, tuple(page % self.pages for page in numbers), tuple(window))
 
-    def _prompt(self, bounds: Sequence[int]) -> Steps:
+    def _prompt(self, bounds: Sequence[int]) -> StepSeries:
         """A prompt in row 0, cut into steps at these numbers of tokens."""
         prompt = [i % self.shape.vocab_size for i in range(bounds[-1])]
         grant = self.granted(0, range(int(self.shape.slots.pages_for(bounds[-1] + 1))))
@@ -120,20 +120,20 @@ class FirstSteps:
         works = ([RowWork(0, a, prompt[a:b], sample=b == bounds[-1])] for a, b in cuts)
         return _steps([grant], *works)
 
-    def _tokens(self, count: int) -> Steps:
+    def _tokens(self, count: int) -> StepSeries:
         """One token in each of so many rows, each in a page of its own."""
         rows = range(count)
         prefill = [RowWork(row=row, first=0, tokens=[0], sample=True) for row in rows]
         return _steps([self.granted(row, (row,)) for row in rows], prefill)
 
 
-def _steps(grants: Sequence[PageGrant], *works: Sequence[RowWork]) -> Steps:
+def _steps(grants: Sequence[PageGrant], *works: Sequence[RowWork]) -> StepSeries:
     """Each of `works` is a step of the same rows."""
     rows = [work.row for work in works[-1]]
     ends = [work.first + work.num_tokens for work in works[-1]]
     first, *others = (StepPlan(-3, (), (), (), tuple(work)) for work in works)
     first = first._replace(opened=tuple(map(_opened, rows)), grants=tuple(grants))
-    return Steps(
+    return StepSeries(
         (first, *others),
         StepPlan(-2, (), (), (), (), DecodeWork.of(rows, ends, [1] * len(rows))),
         StepPlan(-1, tuple(rows), (), (), ()),
