@@ -93,9 +93,9 @@ def routing_kernel(
         gating: [T, experts], groups of `size` neighbours; a tile is [G, S].
         bias: [experts] or None: added to a softmax's input, else to scores where they are ranked.
         kept: groups that may be chosen from, ranked by the sum of their BEST best; BEST is 0: all.
-        topk: experts chosen; `shared` more, from number `experts` on, follow. Their weights are
-            sum / share, treated as the others' then, or (WHOLE) as of `shared_weight`.
-        gate: as of `shared_weight`.
+        topk: experts chosen; `shared` more, from number `experts` on, follow.
+        share: the weight of a shared expert is sum / share, which is divided and multiplied as the
+            others are. WHOLE: it is `shared_weight` of the gate instead, as it is.
         cap: CAPPED: x becomes cap * tanh(x / cap).
         ROUNDED: scores, and their sums with the bias, are rounded to the dtype of `gating`.
         RENORMALIZE: weights are divided by their sum + floor. All are multiplied by factor.
