@@ -1,9 +1,10 @@
-"""Pages in host memory, and the frames on the device into which what queries select of them comes.
+"""Pages in host memory, and frames on the device: a cache of the pages that queries select.
 
-Of a field in host memory (`PageField.selected`) a page's part of one head is a *sheet*. The device
-holds a bounded number of sheets of each layer and head in *frames*, and a map from pages to frames,
-both used and changed by kernels alone (`cairn.ops.resolve_frames`): no step waits for the host.
-Pages are written through to host memory as they are completed, so a frame is never written back.
+The unit is a *sheet*, the keys and values of one KV head in a page (`PageField.selected` marks the
+fields). The device holds a bounded number of sheets of each layer and head in *frames*, and a map
+from pages to frames. Kernels alone read and change both (`cairn.ops.resolve_frames`): no decode
+step waits for the host. Pages are written to host memory when they are completed, so a frame is
+never written back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Window and dense attention on the CPU: loops for few tokens, AMX, and torch's flash kernel.
 
-The functions take a bound call of `window_attention` or of `dense_attention`, which name their
-tensors alike, and what a token sees: `window` slots (`EVERYTHING` for dense attention), from a page
-start if `aligned`.
+The functions take a call of `window_attention` or `dense_attention` with its arguments bound (both
+use the same names), and how many slots a token sees: `window` (`EVERYTHING` for dense attention),
+rounded back to the start of a page if `aligned`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class _Plan:
         programs: programs that share a token's candidates.
         chunk, chunks: candidates of a chunk, and how many chunks a row has.
         reads, each: programs that share a token's selected pages, and the most that one has.
-        early: kernels are launched before the one in front is done.
+        pdl: kernels are launched before the one in front is done.
         stores: programs that share the heads of a KV head whose summaries of a completed page are
             stored.
     """
@@ -64,12 +64,13 @@ class _Plan:
 
 
 class InFrames(NamedTuple):
-    """Where pages are that are not under windows: in host memory, and some in frames beside.
+    """Selected pages that do not lie where those under windows do: all in host memory, some of them
+    in frames on the device as well.
 
     Attributes:
         k_cache, v_cache: [pages, h_kv, S, d], in host memory.
         k_frames, v_frames: [F, h_kv, S, d]; None: there are none.
-        frame_of: [h_kv, pages] int32, see `cairn.ops.resolve_frames`; likewise.
+        frame_of: [h_kv, pages] int32, as `cairn.ops.resolve_frames` keeps it; None without frames.
     """
 
     k_cache: Tensor
