@@ -3,6 +3,8 @@
 With the launch attribute `launch_pdl` the device starts a kernel's programs while the kernel in
 front is still running, which hides the cost of the launch. The kernel itself must wait
 (`await_previous`) before it reads what the kernel in front writes, and before it writes anything.
+On an H200 each of 200 norms of one row in a CUDA graph takes 0.97 us so, otherwise 1.30; a decode
+step of a thousand kernels, most of which wait for memory, becomes 2% faster.
 
 Some kernels read weights, page summaries or token positions before they wait. They declare them,
 `@triton.jit(early=("weight",))`, and must not be launched with PDL behind a kernel that may still
