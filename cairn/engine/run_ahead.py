@@ -18,8 +18,10 @@ from cairn.engine.request import Request, RowCounts
 from cairn.runner.step import RowWork
 
 LIKELY = 0.7
-"""Least estimated share of a row's steps in which all guesses are right. A right step saves the
-time that the host needs between two steps, about half a step; a wrong one costs about the other."""
+"""Least estimated share of a row's steps in which all guesses are right. Going on from right ones
+saves the time that the host needs between two steps (0.7 ms, for a small model on an H200); going
+on from wrong ones costs a step (0.7 ms there) less that time.
+"""
 
 
 def began_right(request: Request, work: RowWork | None = None) -> bool:
@@ -32,7 +34,7 @@ def began_right(request: Request, work: RowWork | None = None) -> bool:
 
 
 def go_back(request: Request, counts: RowCounts) -> None:
-    """The latest work of a request began behind wrong guesses: go on from the tokens it has."""
+    """Let a request whose latest work began behind wrong guesses go on from the tokens it has."""
     counts.planned[request.row] = len(request.tokens) - 1
     request.verifying, request.stale = None, True
 
@@ -46,10 +48,10 @@ def tokens_ahead(
         drafter: gives guesses that do not depend on how many are asked for.
         verifying: requests whose guesses are in flight.
         budget: tokens that the step may run.
-        pace: None: guesses need not be likely.
+        pace: decides whether the guesses in flight are likely enough; None: any are.
     Returns:
-        By request; nothing unless every request has some: the others would need a step of their
-        own, between two of these.
+        Tokens by request. Empty unless every request has some: the others would need a step of
+        their own, between two of these.
     """
     found = {}
     for request in verifying:
