@@ -102,8 +102,8 @@ class Lone(Group):
 def test_a_group_of_one_over_nccl() -> None:
     device = torch.device("cuda", 0)
     over_nccl = group_of(hold_store(), 0, 1, device)
-    assert type(over_nccl._ranks).__name__ == "ProcessGroupNCCL"
-    group = Lone(0, 1, over_nccl._ranks)
+    assert type(over_nccl.backend).__name__ == "ProcessGroupNCCL"
+    group = Lone(0, 1, over_nccl.backend)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(7, 33, device=device).to(dtype)
         assert torch.equal(group.sum(x.clone()), x)
