@@ -209,15 +209,13 @@ def tiles_for(w: Scaled, mean: float) -> tuple[Tile, Tile]:
 
 def spread(tile: Tile, tiles: int, numbers: int, device: torch.device) -> Tile:
     """A tile of few rows with fewer columns, where so many tiles of rows and results [.., numbers]
-    would not give every multiprocessor a program. Smaller tiles are loaded further ahead: otherwise
-    too few bytes are on their way to keep the memory busy."""
+    would not give every multiprocessor a program."""
     columns = tile.columns
     if tile.rows <= TUNING.fewest_rows:
         wanted = gpu.processors(device)
         while columns > TUNING.fewest_columns and tiles * -(-numbers // columns) < wanted:
             columns //= 2
-    stages = max(tile.stages, min(TUNING.deepest, tile.stages * tile.columns // columns))
-    return tile._replace(columns=columns, stages=stages)
+    return tile._replace(columns=columns)
 
 
 def quantized(x: Tensor) -> Scaled:

@@ -53,8 +53,6 @@ class MoeTuning(Tuning):
     fewest_rows: int = 16
     fewest_columns: int = 16
     """Tiles of so few rows have fewer columns, down to so many, where there are few programs."""
-    deepest: int = 4
-    """Most stages of such tiles with fewer columns."""
     quantized_inside: int = 512
     """Widest rows of such tiles that every program of a product in fp8 quantises itself."""
     vector_width: int = 8192
