@@ -150,7 +150,7 @@ def multiply(
         EVEN=width % tile.part == 0,
         PRECISION="ieee" if w.x.dtype == torch.float32 else "tf32",
         HARDWARE=gpu.knows_e4m3(a.x.device),
-        STAGES=tile.stages if w.scale is not None and tile.rows <= TUNING.fewest_rows else None,
+        STAGES=tile.stages if rows.sizes is not None else None,
         EP=gpu.next_power_of_2(len(w.x)),
         PDL=pdl,
         num_warps=tile.warps,

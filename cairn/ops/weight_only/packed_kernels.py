@@ -75,9 +75,6 @@ def codes_as(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr, dtype: tl.con
         number = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
     elif dtype == tl.bfloat16 and BITS == 4:
         number = (code | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif dtype == tl.bfloat16:
-        # Of 8 bits a bfloat16 has no room; in float32 it takes less time than a conversion.
-        number = (code | 0x4B000000).to(tl.float32, bitcast=True)
     else:
         number = code.to(dtype)
     return number
@@ -116,8 +113,6 @@ def packed_sum(
     COUNT: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = 16 * COUNT
     dtype: tl.constexpr = own.dtype.element_ty
-    wide: tl.constexpr = dtype == tl.bfloat16 and BITS == 8 and not E4M3
-    kind: tl.constexpr = tl.float32 if wide else dtype
     line = tl.arange(0, UNIT)
     total = tl.zeros((BM, BN), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
@@ -127,7 +122,7 @@ def packed_sum(
         if GROUP == 0 or GROUP % BLOCK == 0:
             group = block * BLOCK // GROUP if GROUP > 0 else 0
             middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
-            middle = (middle + OFFSET).to(kind)
+            middle = (middle + OFFSET).to(dtype)
             factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
             part = tl.zeros((BM, BN), tl.float32)
             if PTX and BITS == 4 and dtype != tl.float32:
@@ -139,7 +134,6 @@ def packed_sum(
                 for j in tl.static_range(COUNT):
                     left = rows_at(own, block * BLOCK + j * UNIT, inside, width, EVEN)
                     right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
-                    right = right.to(dtype)
                     part = tl.dot(left, right, part, input_precision=PRECISION)
             total += part * factor[None, :]
         else:
@@ -147,10 +141,9 @@ def packed_sum(
                 first = block * BLOCK + j * UNIT
                 group = tl.minimum(first // GROUP, groups - 1)
                 middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
-                middle = (middle + OFFSET).to(kind)
+                middle = (middle + OFFSET).to(dtype)
                 left = rows_at(own, first, inside, width, EVEN)
                 right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
-                right = right.to(dtype)
                 factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
                 total += tl.dot(left, right, input_precision=PRECISION) * factor[None, :]
     return total
