@@ -140,6 +140,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` gave of n tokens -> float32 logits [n, V] over the user vocabulary."""
+        # Not of the draft layer: whatever its hidden states, all ranks guess from equal logits.
+        self.head.group.expect_equal("hidden states behind the last layer", hidden)
         return self.head.logits(joined(hidden, self.join), self.norm)
 
     def draft_states(self, hidden: Tensor) -> Tensor:

@@ -131,4 +131,4 @@ def test_windows_of_wide_heads_are_small_tiles():
         *((64, SINGLE, 512, 64, 4, 2), (128, SINGLE, 0, 64, 4, 2), (256, SINGLE, 0, 32, 4, 2)),
     ):
         options = {"num_warps": warps, "num_stages": stages}
-        assert launch._tile(task(600, 4, width, 8192, q, window=window), False) == (rows, options)
+        assert launch.tile(task(600, 4, width, 8192, q, window=window)) == (rows, options)
