@@ -222,7 +222,7 @@ def test_full_is_busy_exactly_at_the_bound(client, runner):
     runner.run(run())
 
 
-def test_two_thousand_requests_half_of_them_taken_back(client, runner):
+def test_hundreds_of_requests_half_of_them_taken_back(client, runner):
     draw = random.Random(7)
 
     async def submitted(ids, params):
@@ -250,9 +250,9 @@ def test_two_thousand_requests_half_of_them_taken_back(client, runner):
 
     async def run() -> int:
         gate = asyncio.Semaphore(BOUND)
-        return sum(await asyncio.gather(*(one(gate) for _ in range(2000))))
+        return sum(await asyncio.gather(*(one(gate) for _ in range(600))))
 
-    assert 900 < runner.run(run()) < 1100
+    assert 240 < runner.run(run()) < 360
 
 
 def test_stats_follow_the_engine(client, runner):
