@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from cairn.config import EngineOptions
 from cairn.obs.trace import Tracer
 from cairn.server.app import create_app
+from cairn.server.in_process import post
 from cairn.server.loading import close, load, new_state
 from cairn.server.options import ServerOptions
 from cairn.server.report import Report, Say
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 BUSY = 429
+JSON = [(b"content-type", b"application/json")]
 BUSY_SECONDS = 1.0
 STOP_SECONDS = 2.0
 
@@ -155,10 +157,10 @@ async def _answered(app: ASGIApp, text: str, seen: set[str]) -> tuple[dict[str, 
         result["error"] = {"code": "invalid_line", "message": str(error)}
         return result, False
     body = msgspec.json.encode(line.body)
-    status, headers, answer = await _asked(app, line.url, body)
+    status, headers, answer = await post(app, line.url, JSON, body)
     while status == BUSY:
         await asyncio.sleep(BUSY_SECONDS)
-        status, headers, answer = await _asked(app, line.url, body)
+        status, headers, answer = await post(app, line.url, JSON, body)
     result["response"] = {
         "status_code": status,
         "request_id": headers.get(b"x-request-id", b"").decode(),
@@ -181,44 +183,3 @@ def _check(line: Line) -> None:
         raise BadLine(f"url is {line.url!r}, use one of {', '.join(URLS)}")
     if line.body.get("stream"):
         raise BadLine("stream is true, but a batch has whole answers only")
-
-
-async def _asked(app: ASGIApp, path: str, body: bytes) -> tuple[int, dict[bytes, bytes], bytes]:
-    """Status, headers and body of the application's answer to a POST."""
-    sent = False
-    status, headers, parts = 500, {}, []
-
-    async def receive() -> Message:
-        nonlocal sent
-        if sent:
-            # A client that never disconnects.
-            await asyncio.Event().wait()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(message: Message) -> None:
-        nonlocal status, headers
-        if message["type"] == "http.response.start":
-            status, headers = message["status"], dict(message["headers"])
-        else:
-            parts.append(message.get("body", b""))
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ],
-        "client": None,
-        "server": None,
-    }
-    await app(scope, receive, send)
-    return status, headers, b"".join(parts)

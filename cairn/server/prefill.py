@@ -5,13 +5,14 @@ What a router does in front of two servers, for servers that find each other in 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cairn.server.in_process import Headers, post, with_length
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,6 @@ ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False, PARAMETERS: {"do_remote_d
 LEFT_OUT = ("max_completion_tokens", "min_tokens", "stream_options", "best_of")
 """Parameters that contradict these."""
 
-Headers = list[tuple[bytes, bytes]]
 Prompt = Callable[[str, Headers, bytes], Awaitable[dict[str, Any] | None]]
 
 
@@ -57,7 +57,7 @@ class AfterPrefill:
                 found = None
             if found is not None:
                 body = msgspec.json.encode(asked | {PARAMETERS: found})
-                scope = {**scope, "headers": _with_length(headers, len(body))}
+                scope = {**scope, "headers": with_length(headers, len(body))}
         await self._app(scope, _received(body, receive), send)
 
 
@@ -72,34 +72,8 @@ async def prompt_computed(
     Returns:
         What the answer says of the pages; None: they are not kept, or the request failed.
     """
-    answered, status = bytearray(), 0
-
-    async def send(message: Message) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        answered.extend(message.get("body", b""))
-
-    async def nothing() -> Message:
-        # Nobody leaves before the answer.
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": _with_length(headers, len(body)),
-        "client": None,
-        "server": None,
-    }
-    await app(scope, _received(body, nothing), send)
-    answer = _fields(bytes(answered))
+    status, _, answered = await post(app, path, headers, body)
+    answer = _fields(answered)
     if status != 200 or answer is None:
         return None
     found: dict[str, Any] | None = answer.get(PARAMETERS)
@@ -135,8 +109,3 @@ def _fields(body: bytes) -> dict[str, Any] | None:
         return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.MsgspecError:
         return None
-
-
-def _with_length(headers: Headers, length: int) -> Headers:
-    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
-    return [*kept, (b"content-length", str(length).encode())]
