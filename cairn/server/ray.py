@@ -21,9 +21,10 @@ from cairn.names import checked_keywords
 from cairn.obs.trace import Tracer
 from cairn.server.app import create_app
 from cairn.server.hosts import HostCheck
+from cairn.server.in_process import Headers
 from cairn.server.loading import close, load, new_state
 from cairn.server.options import ServerOptions
-from cairn.server.prefill import AfterPrefill, Headers, prompt_computed
+from cairn.server.prefill import AfterPrefill, prompt_computed
 from cairn.server.report import Say
 from cairn.specs.disaggregation import DECODE, PREFILL, SECRET_VARIABLE
 
