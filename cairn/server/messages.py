@@ -34,6 +34,7 @@ from cairn.server.protocol.messages import (
     MessagesRequest,
     MessageUsage,
     StopReason,
+    SystemBlock,
     TextBlock,
     ThinkingBlock,
     TokenCount,
@@ -173,10 +174,10 @@ def _said_in(content: str | Sequence[TextBlock | ImageBlock]) -> Content:
     ]
 
 
-def _text(content: str | Sequence[TextBlock | ImageBlock]) -> str:
+def _text(content: str | Sequence[TextBlock | SystemBlock | ImageBlock]) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(block.text for block in content if isinstance(block, TextBlock))
+    return "\n".join(block.text for block in content if not isinstance(block, ImageBlock))
 
 
 class MessageShape:

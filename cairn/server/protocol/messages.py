@@ -29,6 +29,16 @@ class TextBlock(History, tag_field="type", tag="text"):
     citations: Annotated[Any, no_effect("no template reads them")] = None
 
 
+class SystemBlock(History):
+    """A piece of the system prompt. Its type is a field: the tag of a struct that is in no union
+    may be left out, which the description of the API does not allow."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Cache = None
+    citations: Annotated[Any, no_effect("no template reads them")] = None
+
+
 class ImageSource(History):
     """Where an image is: base64 of a file, or a URL that the server allows."""
 
@@ -133,7 +143,7 @@ class CountRequest(Fields):
 
     messages: Annotated[list[TurnMessage], Meta(min_length=1)]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
+    system: str | list[SystemBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
