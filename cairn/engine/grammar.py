@@ -414,9 +414,13 @@ def _plain(message: str) -> str:
     return message
 
 
+_FAR_BOUND = (
+    "a minimum of 1e18 or more needs a maximum below 2**63 beside it, a maximum of -1e18 or less a "
+    "minimum above -2**63"
+)
 _PLAIN_WORDS = {
-    "Failed to generate regex for integer range": "a bound of an integer is 1e18 or further out",
-    "Failed to generate regex for float range": "a bound of a number is 1e18 or further out",
+    "Failed to generate regex for integer range": _FAR_BOUND,
+    "Failed to generate regex for float range": _FAR_BOUND,
     "oneOf constraints are not supported": "a value may satisfy several branches of a oneOf, or "
     "they cannot be shown to exclude each other; anyOf takes them",
 }

@@ -43,18 +43,21 @@ def compile_loops(dtype: torch.dtype, helped: bool = True) -> None:
         return
     began = time.perf_counter()
     mark = cpu.mark_of(loops.attend_tokens, str(dtype).removeprefix("torch."))
-    kept = mark is None or mark.exists()
+    kept = mark is not None and mark.exists()
     sizes = _sizes(dtype)
-    with _helper(dtype) if helped and not kept else contextlib.nullcontext():
+    # Without a cache folder nothing reaches this process from another one.
+    with _helper(dtype) if helped and not kept and mark is not None else contextlib.nullcontext():
         for width in (8, 2 * avx512.LANES):
             _run_rows(dtype, width)
         for size in sizes:
             _run_windows(dtype, *size)
     for size in sizes:
         _run_landmarks(dtype, *size)
-    if not kept:
-        _note(mark)
     seconds = time.perf_counter() - began
+    if kept:
+        log.info("loaded the compiled loops in %.1f s", seconds)
+        return
+    _note(mark)
     level = logging.WARNING if seconds > LONG else logging.INFO
     log.log(level, "compiled the loops for this CPU in %.1f s", seconds)
 

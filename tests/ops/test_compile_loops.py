@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from cairn.ops import cpu
+from cairn.ops import compile_loops, cpu
 from cairn.ops.attention import loops
 from cairn.ops.cpu import amx, avx512
 
@@ -57,3 +58,16 @@ def test_requests_find_all_loops_ready(dtype):
 def test_a_loop_for_other_loops_refuses_a_call_from_python():
     with pytest.raises(TypeError, match="add_values is called by other loops"):
         loops.add_values(1, 2)
+
+
+@pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
+def test_only_what_is_compiled_is_said_to_be(monkeypatch, tmp_path, caplog):
+    """To load what is kept may take long on a busy machine."""
+    monkeypatch.setattr(compile_loops, "LONG", -1.0)
+    monkeypatch.setattr(cpu, "mark_of", lambda *_: tmp_path / "mark")
+    for part in ("_run_rows", "_run_windows", "_run_landmarks"):
+        monkeypatch.setattr(compile_loops, part, lambda *_: None)
+    for expected in (1, 0):
+        caplog.clear()
+        compile_loops.compile_loops.__wrapped__(torch.float32, helped=False)
+        assert len(caplog.records) == expected

@@ -103,6 +103,16 @@ def test_two_calls_at_every_split(name: str) -> None:
         assert read(name, [text[:i], text[i:]]) == whole, i
 
 
+# Mistral's newer form ends with the arguments themselves.
+@pytest.mark.parametrize("name", [n for n in NAMED if n != "mistral"])
+def test_the_last_sign_may_be_missing(name: str) -> None:
+    text = "".join(SAMPLES[name])[:-1]
+    whole = read(name, [text])
+    assert parsed(whole) == [("open", json.loads(WRITTEN)), ("now", {})]
+    assert read(name, list(text)) == whole
+    assert read(name, [text], complete=False) != whole or text[-1] != "}"
+
+
 @pytest.mark.parametrize("name", [n for n in NAMED if n not in ("llama3_json", "pythonic")])
 def test_text_around_calls_stays(name: str) -> None:
     calls = "".join(SAMPLES[name])

@@ -16,7 +16,7 @@ from cairn.server.tool_calls.base import (
     overlap,
     whole,
 )
-from cairn.server.tool_calls.json_calls import SPACE, begun_arguments, read_calls
+from cairn.server.tool_calls.json_calls import SPACE, begun_arguments, read_unclosed_calls
 
 OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
@@ -105,7 +105,7 @@ class Hermes(Reader):
 
     def _decide(self, inside: str, rest: str) -> Iterator[Found]:
         """Tell the calls inside a tag and go on with the rest; without any the tag is text."""
-        calls = read_calls(inside, self._tools)
+        calls = read_unclosed_calls(inside, self._tools)
         self._object = None
         if calls is None:
             size = self._held.index(OPEN_TAG) + len(OPEN_TAG)

@@ -52,6 +52,13 @@ def read_calls(text: str, tools: Collection[str] | None) -> list[Call] | None:
     return calls or None
 
 
+def read_unclosed_calls(text: str, tools: Collection[str] | None) -> list[Call] | None:
+    """`read_calls` of a text whose last brackets may be missing: some models end their turn, or
+    write the closing tag, in their place."""
+    texts = (text + closing for closing in ("", "]", "}", "}]"))
+    return next((calls for each in texts if (calls := read_calls(each, tools))), None)
+
+
 _BEGUN_ARGUMENTS = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
     r',\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*")'

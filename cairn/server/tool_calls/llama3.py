@@ -23,6 +23,7 @@ from cairn.server.tool_calls.json_calls import (
     SPACE,
     begun_arguments,
     read_calls,
+    read_unclosed_calls,
 )
 
 PYTHON_TAG = "<|python_tag|>"
@@ -99,10 +100,17 @@ class Llama3(Reader):
 
     def close(self, complete: bool) -> Iterator[Found]:
         """See Reader."""
-        if self._call is None:
-            yield from self._give_up()
-        elif complete or self._call.told:
-            yield End()
+        if self._call is not None:
+            if complete or self._call.told:
+                yield End()
+            return
+        if complete and self._object is not None:
+            calls = read_unclosed_calls(self._held[self._start :], self._tools)
+            for call in calls or ():
+                yield from whole(call)
+            if calls is not None:
+                self._held = ""
+        yield from self._give_up()
 
     def _give_up(self) -> Iterator[str]:
         """The rest of the output is text."""

@@ -21,7 +21,7 @@ from cairn.server.tool_calls.base import (
     ending,
     whole,
 )
-from cairn.server.tool_calls.json_calls import SPACE, read_calls
+from cairn.server.tool_calls.json_calls import SPACE, read_calls, read_unclosed_calls
 from cairn.server.tool_calls.values import PLAIN, json_value, kinds_of
 
 LONGEST_HEAD = 256
@@ -142,7 +142,7 @@ class Marked(Reader):
 
     @abstractmethod
     def _close_call(self, complete: bool) -> Iterator[Found]:
-        """The text ends in a call, or right behind one."""
+        """The text ends in a call, or behind one where `_held` has begun to be markup."""
 
 
 class Named(Marked):
@@ -205,11 +205,13 @@ class Named(Marked):
 
     def _close_call(self, complete: bool) -> Iterator[Found]:
         if self._step == self._in_list:
-            yield self._text(self._signs.begin + self._held)
+            calls = read_unclosed_calls(self._held, self._tools) if complete else None
+            for call in calls or ():
+                yield from whole(call)
+            if calls is None:
+                yield self._text(self._signs.begin + self._held)
         elif self._step == self._in_tail or (complete and self._step == self._in_arguments):
             yield End()
-        elif self._step == self._behind:
-            yield self._text(self._held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,6 @@ class Tagged(Marked):
 
     def _close_call(self, complete: bool) -> Iterator[Found]:
         if self._step == self._behind:
-            yield self._text(self._held)
             return
         if self._step == self._in_value:
             cut = self._held[: len(self._held) - ending(self._held, (self._parameter.end,))]

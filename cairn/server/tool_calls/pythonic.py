@@ -66,7 +66,20 @@ class Pythonic(Reader):
 
     def close(self, complete: bool) -> Iterator[Found]:
         """See Reader."""
+        call = self._last_call() if complete and self._inside and not self._plain else None
+        if call is not None:
+            yield from whole(call)
+            self._held = ""
         yield from self._give_up(final=True)
+
+    def _last_call(self) -> Call | None:
+        """The call that ends a list whose bracket is missing."""
+        began = self._BEGUN.match(self._held, self._at)
+        end = None if began is None else _closing(self._held, began.end())
+        if began is None or end is None or self._held[end:].strip(SPACE):
+            return None
+        call = _read(began[1], self._held[began.end() : end - 1])
+        return call if call is not None and self._may_call(call.name) else None
 
     def _enter(self) -> bool | None:
         """Whether the answer begins with a list; None: not known yet."""
