@@ -57,8 +57,8 @@ def resolve_frames(
         BadArgument: for another shape, dtype, device or layout, or too few frames.
     """
     tokens, heads, topk = indices.shape
-    pages = page_table[row].long().gather(1, indices.clamp(min=0).flatten(1).long())
-    pages = pages.view_as(indices).masked_fill(indices < 0, -1)
+    pages = page_table[row[:, None, None], indices.clamp(min=0).long()].long()
+    pages = pages.masked_fill(indices < 0, -1)
     found = torch.full_like(indices, -1)
     sources = torch.full((heads, tokens * topk), -1, dtype=torch.int64, device=indices.device)
     targets = sources.clone()

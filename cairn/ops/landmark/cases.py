@@ -69,6 +69,13 @@ def _(make: Make) -> Cases:
             yield make.args(q, z, *packed, framed[-1], key, bias, *where, True)
         none = (row[:0], slot[:0], *where[2:])
         yield make.args(q[:0], z[:0], *framed, key, bias, *none, True)
+        if make.device != "cpu":
+            # Rows of so many pages that their chunks list thousands.
+            picked = make.randint(0, 275 // size, 3, 100_000)
+            near, table = (every[0][picked] for every in (near_table, paged.page_table))
+            slot = make.randint(50_000 * size, 100_000 * size, row.numel())
+            where = (row, slot, near, table, 2 * size + 1, 32)
+            yield make.args(q, z, *framed, key, bias, *where, True)
 
 
 @landmark_attention.cases

@@ -93,7 +93,10 @@ def _plan(
     programs = max(1, min(-(-job.pages // tile), wanted, TUNING.fused_most_programs))
     most = TUNING.fused_chunk if job.pages <= TUNING.fused_long_row else 2 * TUNING.fused_chunk
     chunk = max(min(most, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
-    while -(-job.pages // chunk) * job.topk > max(TUNING.fused_most_listed, job.topk):
+    while (
+        chunk < TUNING.fused_most_chunk
+        and -(-job.pages // chunk) * job.topk > TUNING.fused_most_listed
+    ):
         chunk *= 2
     read = lines * (job.topk * job.page_size + task.window) * 2 * pages.line_bytes
     whole = in_frames is None and read >= TUNING.fused_whole * gpu.memory_rate(task.q.device)

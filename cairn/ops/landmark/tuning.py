@@ -36,7 +36,9 @@ class LandmarkTuning(Tuning):
     """Numbers of a page's keys for each warp that reads it for a single token, and the most warps;
     chosen likewise."""
     fused_most_listed: int = 384
-    """Most pages that all chunks of a token choose for one KV head; chunks grow to keep to it."""
+    fused_most_chunk: int = 2048
+    """Pages that all chunks of a token list for one KV head: chunks grow to list no more, up to
+    fused_most_chunk. A program holds the scores of a chunk by every head of a group."""
     fused_whole: float = 12e-6
     """Least seconds of memory reads of a step that is one launch: programs that wait for others are
     then hidden behind reads. A shorter step is faster as four launches with PDL."""
