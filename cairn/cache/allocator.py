@@ -8,9 +8,9 @@ from cairn.errors import InvariantError
 
 
 class PageAllocator:
-    """Hands out physical page ids 0 .. num_pages - 1, each to one holder at a time.
+    """Allocates physical page ids 0 .. num_pages - 1, each to one holder at a time.
 
-    The last page returned is the first handed out again: its memory is the likeliest to be warm.
+    The last page freed is the first allocated again: its memory is most likely still in caches.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -20,7 +20,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that `take` could hand out now."""
+        """Number of free pages."""
         return len(self._stack)
 
     @property
@@ -29,11 +29,12 @@ class PageAllocator:
         return self._stack
 
     def is_free(self, page: int) -> bool:
-        """True while nobody holds `page`."""
+        """Whether `page` is free."""
         return bool(self._is_free[page])
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` pages. Raises InvariantError when fewer are free: look first."""
+        """Allocate `count` pages. Raises InvariantError when fewer are free; check `num_free`
+        before."""
         if not 0 <= count <= len(self._stack):
             raise InvariantError(f"asked for {count} pages while {len(self._stack)} are free")
         if count == 0:
@@ -46,7 +47,7 @@ class PageAllocator:
         return taken
 
     def free(self, pages: Sequence[int]) -> None:
-        """Take pages back. Raises InvariantError at the first that is free already or unknown."""
+        """Free pages. Raises InvariantError at the first that is already free or unknown."""
         for page in pages:
             if not 0 <= page < self.num_pages:
                 raise InvariantError(f"page {page} is not one of the pool's {self.num_pages}")

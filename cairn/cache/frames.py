@@ -24,20 +24,20 @@ from cairn.cache.schema import PageField
 from cairn.errors import OutOfMemory
 
 NOWHERE = -(1 << 31)
-"""In the map, of a page without a frame."""
+"""Value in the map of a page without a frame."""
 NUMBERS = 4
-"""Of a head's `state`: where the search for a frame goes on, the number of the last call, sheets
-that were found in frames and sheets that were fetched."""
+"""Elements of a head's `state`: position at which the search for a frame continues, number of the
+last call, sheets found in frames, sheets fetched."""
 _FOR_ALL_AND_MAPPED = 3
 """Flags of cudaHostRegister: for all contexts, and in the device's address space."""
 
 
 class FrameMap(NamedTuple):
-    """Which frames hold which pages, of some layers' heads H.
+    """The map between pages and frames, for H heads of some layers.
 
     Attributes:
         frame_of: [H, pages] int32, the frame of each page; below 0: none.
-        page_in: [H, frames] int32, the page in each frame; of one that has left the map: stale.
+        page_in: [H, frames] int32, the page in each frame; stale for frames that have left the map.
         used: [H, frames] int64, the call that read each frame last.
         state: [H, NUMBERS] int64.
     """
@@ -49,7 +49,7 @@ class FrameMap(NamedTuple):
 
     @classmethod
     def empty(cls, heads: int, pages: int, frames: int, device: torch.device | str) -> Self:
-        """No frame holds a page."""
+        """An empty map: no frame holds a page."""
         return cls(
             torch.full((heads, pages), NOWHERE, dtype=torch.int32, device=device),
             torch.full((heads, frames), -1, dtype=torch.int32, device=device),
@@ -58,27 +58,27 @@ class FrameMap(NamedTuple):
         )
 
     def part(self, heads: slice) -> FrameMap:
-        """That of some of the heads."""
+        """The part of the map for some of the heads."""
         return FrameMap(*(tensor[heads] for tensor in self))
 
 
 class Frames:
-    """Fields in host memory and their frames, of all layers that have such fields, which must be
-    alike. Memory of frames is not initialised: the map says which hold something.
+    """Fields in host memory and their frames, for all layers with such fields, which must have
+    equal fields. Memory of frames is not initialised: the map says which hold a sheet.
 
     Args:
-        layers: their numbers.
-        fields: of each of them.
-        pages: how many there are.
-        count: frames of a head.
-        device: where they are.
+        layers: indices of these layers.
+        fields: the fields of each of them.
+        pages: number of pages.
+        count: frames per head.
+        device: device of the frames.
 
     Attributes:
         far: field name -> [layers, pages, heads, ...] in host memory.
         near: field name -> [layers, count, heads, ...], the frames.
-        map: of the heads of all layers, one layer's after the other.
-        numbers: [1, count] int32, 0 and up: a page table in which pages are frames.
-        sheet_bytes: of one head of a page, of all fields.
+        map: the map for the heads of all layers, in the order of layers.
+        numbers: [1, count] int32, 0, 1, 2, ...: a page table of frame indices.
+        sheet_bytes: bytes of a sheet over all fields.
     """
 
     def __init__(
@@ -105,17 +105,17 @@ class Frames:
         self.numbers = torch.arange(count, dtype=torch.int32, device=device)[None]
 
     def of_layer(self, place: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Keys and values of one layer: in host memory, and in frames."""
+        """Keys and values of one layer, in host memory and in frames."""
         k, v = self.far
         far, near = self.far, self.near
         return (far[k][place], far[v][place]), (near[k][place], near[v][place])
 
     def map_of(self, place: int) -> FrameMap:
-        """That of one layer."""
+        """The map of one layer."""
         return self.map.part(slice(place * self.heads, (place + 1) * self.heads))
 
     def forget(self) -> None:
-        """No frame holds a page any more."""
+        """Empty all frames."""
         self.map.frame_of.fill_(NOWHERE)
 
     def traffic(self) -> tuple[int, int, int]:
@@ -126,9 +126,9 @@ class Frames:
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Memory of the host that a device reads and writes in place, as a tensor of that device.
+    """Pinned host memory as a tensor of the device that reads and writes it in place.
 
-    Raises OutOfMemory where so much cannot be locked.
+    Raises OutOfMemory if it cannot be pinned.
     """
     device, nbytes = torch.device(device), math.prod(shape) * dtype.itemsize
     if device.type != "cuda" or not nbytes:
@@ -139,7 +139,7 @@ def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def _filled(nbytes: int) -> Tensor:
-    """Memory in large pages, all of it there: locked as it is touched it would take a second a
+    """Memory in huge pages, touched in advance: pinning untouched memory takes a second per
     gigabyte."""
     pages = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -153,8 +153,8 @@ def _filled(nbytes: int) -> Tensor:
 
 
 class _Locked:
-    """Locked memory, described as torch takes memory of a device; freed with the last tensor over
-    it. Torch's own allocator of pinned memory would round sizes up to powers of two."""
+    """Pinned memory, exposed to torch by `__cuda_array_interface__`; freed with the last tensor
+    over it. Torch's own allocator of pinned memory would round sizes up to powers of two."""
 
     def __init__(self, memory: Tensor) -> None:
         address, nbytes = memory.data_ptr(), memory.nbytes

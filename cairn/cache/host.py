@@ -1,10 +1,10 @@
-"""The host prefix cache: records of pages that the device's prefix cache gave up, in host memory.
+"""The host prefix cache: records, in host memory, of pages that the device's prefix cache evicted.
 
 A record is found by the name of its page: a hash over all tokens up to the page's end. Names of a
 prefix form a chain, so a prefix is looked up page by page from its root. There are three kinds of
 records: of pages, of window layers' pages and of recurrent states, the last two kept beside a page
-as on the device. This module keeps the ledger; the bytes are the executor's, which moves them
-between device and host when told (`Mover`).
+as on the device. This module keeps the ledger; the executor owns the bytes and moves them between
+device and host (`Mover`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import NamedTuple
 from cairn.cache.allocator import PageAllocator
 
 PAGE, WINDOW, STATE = 0, 1, 2
-"""Kinds of records; the first two are the numbers of the page groups."""
+"""Kinds of records; the first two equal the indices of the page groups."""
 KINDS = (PAGE, WINDOW, STATE)
 
 
 class Move(NamedTuple):
-    """A record between a place on the device and one in host memory.
+    """A move of a record between a device index and a slot in host memory.
 
     Attributes:
         kind: of the record.
@@ -36,9 +36,9 @@ class Move(NamedTuple):
 
 
 Mover = Callable[[Sequence[Move], bool], Sequence[Move]]
-"""Executes moves after all steps launched so far and before later ones; true: into host memory.
-Returns those out of host memory whose records were damaged; what it wrote to their places on the
-device must not be used."""
+"""Executes moves after all steps launched so far and before later ones; True: into host memory.
+Returns the moves to the device whose records were damaged; their targets on the device must not be
+used."""
 
 
 def page_names(parent: bytes, keys: Iterable[bytes]) -> list[bytes]:
@@ -56,16 +56,16 @@ def page_names(parent: bytes, keys: Iterable[bytes]) -> list[bytes]:
 
 
 class HostSlots:
-    """Places for records of one kind: each is free, taken for a record to come, or keeps one.
+    """Slots for records of one kind: each is free, reserved for a record, or keeps one.
 
     Args:
-        count: places.
+        count: number of slots.
 
     Attributes:
-        kept: name -> place of its record, least recently used first.
-        held: place -> how many times it must not be given up.
-        taken: places for records to come.
-        evicted: records that were given up to make room.
+        kept: name -> slot of its record, least recently used first.
+        held: slot -> number of holds, which prevent its eviction.
+        taken: reserved slots.
+        evicted: number of evicted records.
     """
 
     def __init__(self, count: int) -> None:
@@ -76,8 +76,8 @@ class HostSlots:
         self.evicted = 0
 
     def take(self) -> int | None:
-        """A place for a record to come, giving up the least recently used one that is not held if
-        need be; None: there is none."""
+        """Reserve a slot, evicting the least recently used record that is not held if necessary;
+        None: all are held."""
         if not self.allocator.num_free:
             name = next((n for n, slot in self.kept.items() if slot not in self.held), None)
             if name is None:
@@ -89,8 +89,8 @@ class HostSlots:
         return slot
 
     def keep(self, name: bytes, slot: int) -> None:
-        """The record of this name is in a place that was taken for it. Where another place keeps
-        an equal one already, this one is free again."""
+        """Record that a reserved slot now keeps the record of this name. If another slot keeps an
+        equal one, this slot is freed."""
         self.taken.remove(slot)
         if name in self.kept:
             self.allocator.free((slot,))
@@ -98,22 +98,21 @@ class HostSlots:
             self.kept[name] = slot
 
     def touch(self, name: bytes) -> None:
-        """The record of this name, if there is one, is the most recently used one now."""
+        """Mark the record of this name, if any, as most recently used."""
         if name in self.kept:
             self.kept.move_to_end(name)
 
     def give_back(self, slot: int) -> None:
-        """No record came into this place."""
+        """Free a reserved slot that received no record."""
         self.taken.remove(slot)
         self.allocator.free((slot,))
 
     def forget(self, name: bytes) -> None:
-        """Give a record up."""
+        """Evict a record."""
         self.allocator.free((self.kept.pop(name),))
 
     def hold(self, name: bytes) -> int:
-        """The place of a record, not to be given up until `release`; it is the most recently used
-        one now."""
+        """Hold a record until `release` and mark it as most recently used; returns its slot."""
         self.kept.move_to_end(name)
         slot = self.kept[name]
         self.held[slot] += 1
@@ -127,10 +126,10 @@ class HostSlots:
 
 
 class HostCache:
-    """Which records host memory holds, and the names of the pages in the device's prefix tree.
+    """The ledger of records in host memory, and the names of the pages in the device's prefix tree.
 
     Args:
-        counts: places for records, by kind.
+        counts: number of slots, by kind.
         move: executes moves.
         root: name before the first page of every sequence: that of the model.
 
@@ -138,7 +137,7 @@ class HostCache:
         slots: by kind.
         names: page of the prefix tree -> its name.
         stored, loaded: records that were moved into host memory and out of it.
-        damaged: records whose bytes had changed when they were needed.
+        damaged: records whose checksum failed when they were loaded.
     """
 
     def __init__(self, counts: Sequence[int], move: Mover, root: bytes = b"") -> None:
@@ -149,7 +148,7 @@ class HostCache:
         self._move = move
 
     def name_pages(self, parent: int | None, keys: Iterable[bytes], pages: Sequence[int]) -> None:
-        """Pages have entered the prefix tree behind the page `parent` of it; None: its root."""
+        """Name pages that entered the prefix tree below the page `parent`; None: its root."""
         names = page_names(self.name_of(parent), keys)
         self.names.update(zip(pages, names, strict=True))
 
@@ -158,16 +157,16 @@ class HostCache:
         return self.root if page is None else self.names[page]
 
     def store(self, kind: int, records: Iterable[tuple[int, int]]) -> None:
-        """Keep records, as far as there are places for them.
+        """Store records, as far as slots are available.
 
         Args:
-            records: (page of the prefix tree, index of what is beside it on the device).
+            records: (page of the prefix tree, device index of its page, window page or snapshot).
         """
         for slot in self.keep(kind, records).values():
             self.slots[kind].release(slot)
 
     def keep(self, kind: int, records: Iterable[tuple[int, int]]) -> dict[tuple[int, bytes], int]:
-        """As `store`; returns (kind, name) -> place of those that are kept, all of them held."""
+        """As `store`; returns (kind, name) -> slot of the stored records, all of them held."""
         slots, moves, held = self.slots[kind], [], {}
         for page, index in records:
             name = self.names[page]
@@ -189,7 +188,8 @@ class HostCache:
         Args:
             wanted: (kind, name, index on the device); host memory has all of them.
 
-        False: some were damaged. They are forgotten, and the places on the device hold nothing.
+        Returns False if some were damaged; these are dropped, and the device targets must not be
+        used.
         """
         moves = [Move(kind, index, self.slots[kind].kept[name]) for kind, name, index in wanted]
         damaged = set(self._move(moves, False))
@@ -201,12 +201,12 @@ class HostCache:
         return not damaged
 
     def drop(self, pages: Iterable[int]) -> None:
-        """The prefix tree gave these pages up."""
+        """Forget the names of pages that the prefix tree evicted."""
         for page in pages:
             del self.names[page]
 
     def clear(self) -> None:
-        """Forget every record that nobody holds."""
+        """Evict every record that is not held."""
         for slots in self.slots:
             for name in [n for n, slot in slots.kept.items() if slot not in slots.held]:
                 slots.forget(name)

@@ -1,4 +1,4 @@
-"""The ledger of pages: each is free, cached or owned, exactly once. The check and its report."""
+"""Checks the page ledger: each page is free, cached or owned, exactly once."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cairn.errors import InvariantError
 
 @dataclass(frozen=True, slots=True)
 class WindowReport:
-    """What the check counted in the window layers' pool.
+    """Counts of the window layers' pool.
 
     Attributes:
-        num_pages: the pool.
+        num_pages: pages of the pool.
         free: pages that hold nothing.
         kept: pages that no lease holds, beside cached pages.
         held: pages that leases hold.
-        leaked: page ids that nobody claims.
+        leaked: page ids that are in none of these.
     """
 
     num_pages: int
@@ -40,14 +40,14 @@ class WindowReport:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReport:
-    """What the check counted of the snapshots of recurrent states.
+    """Counts of the snapshots of recurrent states.
 
     Attributes:
         count: snapshots that there is memory for.
-        free: those that hold nothing.
+        free: unused ones.
         kept: those beside pages of the prefix tree.
-        written: those that steps in flight write.
-        leaked: snapshots that nobody claims.
+        written: those being written by steps in flight.
+        leaked: snapshots that are in none of these.
     """
 
     count: int
@@ -65,14 +65,14 @@ class SnapshotReport:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What the check counted of the places for records of one kind in host memory.
+    """Counts of the slots for records of one kind in host memory.
 
     Attributes:
-        count: places.
+        count: number of slots.
         free: those that hold nothing.
         kept: those with records.
-        taken: those for records to come.
-        leaked: places that nobody claims.
+        taken: reserved ones.
+        leaked: slots that are in none of these.
     """
 
     count: int
@@ -87,7 +87,7 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the check counted, in pages unless said.
+    """The result of a check, counted in pages unless said.
 
     Attributes:
         num_pages: the pool.
@@ -96,7 +96,7 @@ class Report:
         leases, nodes: open leases, and nodes of the prefix tree besides its root.
         leaked: page ids that nobody claims.
         contested: page ids claimed more than once.
-        window: counts of the window layers' pool, None where it has none.
+        window: counts of the window layers' pool; None without one.
         snapshots: counts of the snapshots of recurrent states, None without such layers.
         problems: one line for every broken rule, empty when all is well.
         host: counts of the records in host memory, by kind; empty without them.
@@ -130,8 +130,8 @@ def check(cache: PageCache, leases: Iterable[Lease]) -> Report:
     """Verify the ledger and the prefix tree; a broken rule raises InvariantError with the report.
 
     Args:
-        leases: every open lease. Walks everything: for tests, idle moments and debugging, not for
-            each step.
+        leases: every open lease. Walks all data structures: for tests, idle times and debugging,
+            not for every step.
     """
     report = examine(cache, leases)
     if report.problems:
@@ -203,7 +203,7 @@ def examine(cache: PageCache, leases: Iterable[Lease]) -> Report:
 def _examine_window(
     window: WindowPages, leases: list[Lease], cached: set[int]
 ) -> tuple[WindowReport, list[str]]:
-    """Each page of the window layers is free, held or kept, and lies beside one cached page."""
+    """Each page of the window layers is free, held or kept, and belongs to one cached page."""
     users = Counter(page for lease in leases for page in lease.window)
     free, kept = set(window.allocator.free_pages), window.kept()
     everything = range(window.num_pages)
@@ -237,8 +237,8 @@ def _examine_window(
 def _examine_snapshots(
     states: StateSnapshots, leases: list[Lease], cached: set[int]
 ) -> tuple[SnapshotReport, list[str]]:
-    """Each snapshot is free, beside one cached page, or being written for one lease; the order in
-    which they are given up lists every page that has one once."""
+    """Each snapshot is free, attached to one cached page, or being written for one lease; the
+    eviction order lists every page with a snapshot once."""
     written = [snapshot for lease in leases for snapshot in lease.snapshots.values()]
     free, beside = list(states.allocator.free_pages), list(states.beside.values())
     claims = Counter((*free, *beside, *written))
@@ -320,7 +320,8 @@ def _tree_problems(tree: RadixTree, nodes: list[Node], leases: list[Lease]) -> l
 
 
 def _age_problems(node: Node) -> list[str]:
-    """Dates matter where eviction may come: a parent is never older than what continues it."""
+    """Violations of the order of last uses among evictable nodes: a parent is never older than its
+    children."""
     if node.locked or not node.children:
         return []
     newest = max(child.last_use for child in node.children.values())

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 
 class Whole(Protocol):
-    """Signed whole numbers: an int, a numpy array, a torch tensor."""
+    """Signed integers: an int, a numpy array, a torch tensor."""
 
     def __add__(self, other: Any, /) -> Any: ...
     def __sub__(self, other: Any, /) -> Any: ...
@@ -40,7 +40,7 @@ class SlotMap:
         page_size: slots in a page, S.
         landmarks: the last slot of each page is a landmark; without, slot = token = position.
 
-    Raises ValueError for a page that has no room for a token.
+    Raises ValueError for a page size that leaves no slot for a token.
     """
 
     page_size: int
@@ -92,12 +92,11 @@ class SlotMap:
         return self.token_at(n_slots)
 
     def fitting(self, n_tokens: int, slots: int) -> int:
-        """User tokens that so many slots hold behind the first `n_tokens`, with the landmarks of
-        the pages that they fill."""
+        """Number of user tokens after the first `n_tokens` that fit into `slots` slots, with the
+        landmarks of the pages that they fill."""
         end = self.slots_for(n_tokens) + slots
         last = self.tokens_in(end)
-        # If the landmark does not fit into the step, the token before it is left for the next step
-        # too.
+        # If the landmark does not fit, the token before it is left for the next step too.
         return last - (self.slots_for(last) > end) - n_tokens
 
     def pages_for(self, n_tokens: W) -> W:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def load_prefix(
     cache: PageCache, host: HostCache, tokens: Tokens, most: int, marks: Sequence[Mark]
 ) -> None:
-    """Have the longest prefix of at most `most` pages that device and host hold together in the
-    prefix tree, as if it had been computed: what `PageCache.open` can then resume from. Nothing
-    happens where the device alone holds it, or where there is no room for the rest."""
+    """Load the longest prefix of at most `most` pages that device and host hold together into the
+    prefix tree, so that `PageCache.open` can resume from it. Does nothing if the device already
+    holds all of it, or if there is no space for the rest."""
     while True:
         prefix = _Prefix.of(cache, host, tokens, most, marks)
         end = prefix.resumable()
@@ -32,9 +32,9 @@ class _Prefix:
 
     Attributes:
         tokens, marks: of the sequence.
-        keys: of its pages.
-        found: those in the prefix tree.
-        names: of all that are in one of both.
+        keys: keys of its pages.
+        found: pages in the prefix tree.
+        names: names of all pages that are in either.
     """
 
     cache: PageCache
@@ -64,11 +64,12 @@ class _Prefix:
         return cls(cache, host, tokens, marks, keys, found, names)
 
     def resumable_on_device(self) -> int:
-        """How many of the pages a sequence can go on from as it is."""
+        """Number of leading pages that a sequence can resume from with what is on the device."""
         return self.cache.resumable(self.found)
 
     def resumable(self) -> int:
-        """How many of the pages a sequence could go on from if all records were on the device."""
+        """Number of leading pages that a sequence could resume from if all records were on the
+        device."""
         end, before = len(self.names), -1
         while end != before:
             before = end
@@ -83,7 +84,7 @@ class _Prefix:
         return end
 
     def on_device(self, kind: int, page: int) -> bool:
-        """Whether what is beside a page (its number in the sequence) is on the device."""
+        """Whether the record of this kind for a page (logical index) is on the device."""
         beside = self.cache.window if kind == WINDOW else self.cache.states
         return page < len(self.found) and beside is not None and self.found[page] in beside.beside
 
@@ -93,13 +94,13 @@ class _Prefix:
 
 @dataclass(slots=True)
 class _Places:
-    """What a prefix takes on the device.
+    """Device memory reserved for a prefix.
 
     Attributes:
-        node: end of those of its pages that are in the tree; locked.
-        held: window pages beside these that it goes on from.
-        pages, window: by number in the sequence, where records go.
-        state: likewise, of the last page; None: it is there, or there is none.
+        node: end of its pages in the tree; locked.
+        held: window pages of these that it resumes from.
+        pages, window: logical index -> device index of the record.
+        state: likewise, for the last page; None: it is on the device, or there is none.
     """
 
     node: Node
@@ -109,14 +110,14 @@ class _Places:
     state: int | None = None
 
     def records(self, names: Sequence[bytes], last: int) -> list[tuple[int, bytes, int]]:
-        """(kind, name, place) of all that is to be loaded."""
+        """(kind, name, device index) of all records to load."""
         wanted = [(PAGE, names[i], page) for i, page in self.pages.items()]
         wanted += [(WINDOW, names[i], page) for i, page in self.window.items()]
         return wanted + ([] if self.state is None else [(STATE, names[last], self.state)])
 
 
 def _load(prefix: _Prefix, end: int) -> bool:
-    """Load what the device lacks of the first `end` pages; False: some of it was damaged."""
+    """Load the missing records of the first `end` pages; False: some were damaged."""
     cache, host, names = prefix.cache, prefix.host, prefix.names
     there = min(end, len(prefix.found))
     node, _ = cache.tree.acquire(prefix.tokens, there, prefix.marks)
@@ -129,7 +130,7 @@ def _load(prefix: _Prefix, end: int) -> bool:
         held = cache.window.hold(there_too)
     if cache.states is not None:
         state = not prefix.on_device(STATE, end - 1)
-    # What is given up to make room must not be what is about to be loaded.
+    # Evictions to make space must not evict the records that are about to be loaded.
     kept = [(PAGE, i) for i in missing] + [(WINDOW, i) for i in near]
     kept += [(STATE, end - 1)] if state else []
     holds = [(kind, host.slots[kind].hold(names[i])) for kind, i in reversed(kept)]
@@ -146,8 +147,8 @@ def _load(prefix: _Prefix, end: int) -> bool:
 def _take(
     cache: PageCache, places: _Places, missing: list[int], near: list[int], state: bool
 ) -> _Places | None:
-    """Take places for pages, window pages and the state; None: there is not enough room, nothing
-    was taken."""
+    """Reserve device memory for pages, window pages and the state; None: not enough, nothing was
+    reserved."""
     window, states = cache.window, cache.states
     fits = len(missing) <= cache.num_free + cache.num_evictable
     fits &= window is None or len(near) <= window.available
@@ -166,7 +167,7 @@ def _take(
 
 
 def _settle(prefix: _Prefix, places: _Places, end: int, whole: bool) -> None:
-    """Enter loaded pages into the prefix tree, or give their places back."""
+    """Add loaded pages to the prefix tree, or free them."""
     cache, fresh, node = prefix.cache, list(places.pages.values()), places.node
     if whole:
         parent = prefix.found[end - len(fresh) - 1] if end > len(fresh) else None

@@ -2,8 +2,8 @@
 
 What is evicted may stay in host memory (`cairn.cache.host`) and come back from there.
 
-Where some layers see a window alone (`cairn.cache.window`), a lease holds pages of theirs beside
-the last ones of its pages. Where some are recurrent (`cairn.cache.states`), snapshots of their
+Where some layers attend to a window only (`cairn.cache.window`), a lease also holds window pages
+for its last logical pages. Where some are recurrent (`cairn.cache.states`), snapshots of their
 states are kept at page borders.
 """
 
@@ -24,7 +24,7 @@ from cairn.errors import InvariantError
 
 
 class Lease:
-    """What one sequence holds of the page cache. Only `PageCache` changes it.
+    """The pages held by one sequence. Only `PageCache` changes it.
 
     Attributes:
         pages: physical page of each logical page. Entries never change while the lease is open,
@@ -34,15 +34,16 @@ class Lease:
         duplicates: committed pages that the lease still owns, because the tree had an equal page
             already.
         node: where the committed prefix ends in the tree; locked while the lease is open.
-        marks: of tokens whose ids do not say what they stand for.
+        marks: marks of tokens whose ids do not identify their content (images).
         window: pages of the window layers for the last logical pages; empty without such a pool.
-        missed: pages of the cached prefix that would have been found, had the window before its end
-            or a snapshot behind it been there.
-        resumes: page of the tree, and the snapshot beside it that the sequence has yet to copy.
-        snapshots: number of leading pages -> snapshot that a step in flight writes behind them.
-        trailing: numbers of pages of those that the next one of the lease replaces.
+        missed: pages of the cached prefix that could not be used because the window before its end,
+            or a snapshot after it, was missing.
+        resumes: page of the tree with the snapshot that the sequence still has to copy its state
+            from.
+        snapshots: number of leading pages -> snapshot that a step in flight writes after them.
+        trailing: keys of `snapshots` whose snapshot is replaced by the lease's next one.
         trail: page of the tree with the last of these.
-        closed: the lease has been given back.
+        closed: whether the lease was closed.
     """
 
     __slots__ = (
@@ -78,7 +79,7 @@ class Lease:
 
     @property
     def owned(self) -> list[int]:
-        """Pages that belong to this lease alone."""
+        """Number of pages owned by this lease only."""
         return self.duplicates + self.pages[self.committed :]
 
     @property
@@ -89,18 +90,18 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What it takes that leases grow.
+    """Pages needed for leases to grow.
 
     Attributes:
-        pages: that they take.
-        stay: of the window layers' pages for these, those that do not come back on the way.
+        pages: number of pages.
+        stay: number of window pages for these that are not freed while they grow.
     """
 
     pages: int = 0
     stay: int = 0
 
     def __add__(self, other: Self) -> Self:
-        """That of both."""
+        """The sum of both."""
         return type(self)(self.pages + other.pages, self.stay + other.stay)
 
 
@@ -108,7 +109,7 @@ NO_GROWTH = Growth()
 
 
 class PageCache:
-    """All pages of a pool: the free, those of cached prefixes, those of running sequences.
+    """All pages of a pool: free pages, pages of cached prefixes, pages of running sequences.
 
     Several leases may share the pages of a common prefix. A cached page is dropped only when pages
     are needed and no open lease uses it or anything that continues it; the least recently released
@@ -116,11 +117,11 @@ class PageCache:
 
     Args:
         num_pages: pages in the pool.
-        slots: how tokens fill pages.
-        prefix_caching: False: nothing is kept or found, a page lives as long as its lease.
+        slots: slot arithmetic.
+        prefix_caching: False: no prefix is cached; pages are freed with their lease.
         window: the pages of window layers, if those have a pool of their own.
-        states: the snapshots of recurrent layers, if there are any.
-        host: keeps what is evicted; None: it is lost.
+        states: the snapshots of recurrent layers, if any.
+        host: keeps records of evicted pages; None: they are lost.
 
     Attributes:
         prefix_queries, prefix_hits: user tokens looked up by `open`, and those of them found.
@@ -163,7 +164,7 @@ class PageCache:
 
     @property
     def num_cached(self) -> int:
-        """Pages in the prefix tree, in use or not."""
+        """Number of pages in the prefix tree, in use or not."""
         return self.tree.num_cached
 
     @property
@@ -178,26 +179,26 @@ class PageCache:
 
     @property
     def available(self) -> int:
-        """Pages that `grow` could hand out now: free or evictable, in every pool."""
+        """Number of pages that `grow` could allocate now: free or evictable, in every pool."""
         pages = self.allocator.num_free + self.tree.num_evictable
         return pages if self.window is None else min(pages, self.window.available)
 
     @property
     def spare(self) -> int:
-        """Pages of all pools that are free or evictable: it grows when any comes back."""
+        """Sum of free and evictable pages over all pools; grows whenever a page is released."""
         pages = self.num_free + self.num_evictable
         return pages if self.window is None else pages + self.window.available
 
     def open(self, tokens: Tokens, max_pages: int, marks: Sequence[Mark] = ()) -> Lease:
         """Start a lease on the longest cached prefix of complete pages of `tokens`, and lock it.
 
-        With window layers it is the longest one that has everything under the window at its end,
-        with recurrent layers the longest one that has a snapshot there.
+        With window layers it is the longest prefix with all window pages before its end; with
+        recurrent layers the longest with a snapshot at its end.
 
         Args:
             tokens: user token ids of the sequence.
             max_pages: take at most this many cached pages, so that some token is left to compute.
-            marks: of tokens whose ids do not say what they stand for; part of the pages' keys.
+            marks: marks of tokens whose ids do not identify their content; part of the pages' keys.
 
         Raises BadRequest for a token id that does not fit 32 bits.
         """
@@ -219,11 +220,11 @@ class PageCache:
         return lease
 
     def snapshot_borders(self, lease: Lease, known: int) -> list[int]:
-        """Numbers of leading pages behind which a prefill should leave a snapshot, ascending: see
-        `cairn.cache.states`. A chunk of it ends at each of them.
+        """Numbers of leading pages after which a prefill should write a snapshot, ascending; see
+        `cairn.cache.states`. Prefill chunks end at each of them.
 
         Args:
-            known: tokens that it computes, and one more that follows.
+            known: number of tokens to compute, plus one that follows.
         """
         if self.states is None or not self.prefix_caching or not self.states.count:
             return []
@@ -233,11 +234,11 @@ class PageCache:
         return sorted({page for page in (*every, lease.missed, last) if begin < page <= last})
 
     def take_snapshot(self, lease: Lease, pages: int, trailing: bool) -> int | None:
-        """A snapshot that the step which completes so many leading pages writes; None: there is no
-        memory for one.
+        """Allocate a snapshot for the step that completes `pages` leading pages; None: no memory
+        for one.
 
         Args:
-            trailing: it stands in for the sequence's newest tokens, until the next one does.
+            trailing: the snapshot is replaced by the sequence's next one.
         """
         if self.states is None or not self.prefix_caching or pages in lease.snapshots:
             return None
@@ -249,8 +250,8 @@ class PageCache:
         return snapshot
 
     def resume(self, lease: Lease) -> int | None:
-        """The snapshot that the next step of the sequence copies its state from; None: it has its
-        state already, or none yet. What other steps write to it comes later."""
+        """The snapshot from which the sequence's next step copies its state; None: the sequence has
+        its state already, or starts from zeros. Other steps overwrite the snapshot only later."""
         if self.states is None or lease.resumes is None:
             return None
         page, snapshot = lease.resumes
@@ -259,13 +260,13 @@ class PageCache:
         return snapshot
 
     def load(self, tokens: Tokens, max_pages: int, marks: Sequence[Mark] = ()) -> None:
-        """Have host memory's part of the prefix that `open` would find on the device; arguments are
-        its."""
+        """Load the part of a prefix that is in host memory to the device, so that `open` finds it;
+        same arguments as `open`."""
         if self.host is not None and self.prefix_caching:
             load_prefix(self, self.host, tokens, max_pages, marks)
 
     def resumable(self, found: list[int]) -> int:
-        """How many of these pages of the tree a sequence can go on from."""
+        """Number of these pages of the tree that a sequence can resume from."""
         end, before = len(found), -1
         while end != before:
             before = end
@@ -276,20 +277,20 @@ class PageCache:
         return end
 
     def growth(self, lease: Lease, pages: int) -> Growth:
-        """What it takes that a lease grows by so many pages."""
+        """The growth of a lease by `pages` pages."""
         if self.window is None:
             return Growth(pages, 0)
-        # Pages under the window, the page of the next slot, and one that the window has just left.
+        # Pages of the window, the page of the next slot, and one that the window has just left.
         most = self.window.reach + 2
         return Growth(pages, min(pages, max(0, most - len(lease.window))))
 
     def fits(self, growth: Growth, at_once: int) -> bool:
-        """Whether leases could grow by so much, as far as is known now: pages that windows pass on
-        the way come back.
+        """Whether leases can grow by this much; window pages that windows pass on the way are
+        freed.
 
         Args:
-            growth: of all of them.
-            at_once: pages that they grow by, all together, before windows pass any of them.
+            growth: total growth.
+            at_once: pages that they grow by, in sum, before any window page is freed.
         """
         pages, stay = growth.pages, growth.stay
         if pages > self.num_free + self.num_evictable:
@@ -297,11 +298,12 @@ class PageCache:
         return self.window is None or stay + min(at_once, pages - stay) <= self.window.available
 
     def grow(self, lease: Lease, total_pages: int) -> bool:
-        """Make the lease at least `total_pages` pages long, evicting what must go; all or nothing.
+        """Make the lease at least `total_pages` pages long, evicting pages if necessary; all or
+        nothing.
 
-        False: not enough is free or evictable, nothing was changed. A lease can be in its own way
-        here: what it holds as `duplicates` the tree holds again. Closing and reopening it resolves
-        that, so a lone sequence that fits the pool always gets there.
+        Returns False if not enough pages are free or evictable. A lease can block itself: its
+        `duplicates` are in the tree a second time. Closing and reopening it resolves that, so a
+        single sequence that fits the pool always succeeds.
         """
         _require_open(lease)
         missing = total_pages - len(lease.pages)
@@ -315,7 +317,7 @@ class PageCache:
         return True
 
     def take(self, count: int) -> list[int]:
-        """Free pages for the caller, who checked that so many are free or evictable."""
+        """Allocate pages for the caller, who has checked that enough are free or evictable."""
         short = count - self.num_free
         if short > 0:
             evicted = self.tree.evict(short)
@@ -325,14 +327,14 @@ class PageCache:
         return self.allocator.take(count)
 
     def commit(self, lease: Lease, tokens: Tokens, length: int | None = None) -> None:
-        """Enter the complete pages of the lease's computed tokens into the prefix tree, and give
-        back the window layers' pages that no later query's window touches.
+        """Add the complete pages of the lease's computed tokens to the prefix tree, and release
+        window pages that no later query's window touches.
 
-        Costs what is new since the last commit, however long the sequence is.
+        The cost is proportional to what is new since the last commit.
 
         Args:
             tokens: the user tokens of the sequence from its start, as they were given to `open`.
-            length: how many of them have been computed, with the ends of the pages that they fill;
+            length: number of computed tokens, including the landmarks of the pages that they fill;
                 None: all. Lets a caller pass its growing buffer without a copy.
 
         Raises InvariantError when that is less than what was committed or more than the lease's
@@ -364,9 +366,9 @@ class PageCache:
         self.pass_windows(lease, last)
 
     def pass_windows(self, lease: Lease, pages: int) -> None:
-        """Give back the window layers' pages that no window touches once so many of the lease's
-        pages are computed; `commit` does it. No query of a step yet to come may look at them, and
-        those of steps in flight must start behind these pages too."""
+        """Release the window pages that no window touches once `pages` of the lease's pages are
+        computed; called by `commit`. No query of a later step may read them, and queries of steps
+        in flight must start after these pages too."""
         if self.window is None:
             return
         first = lease.window_first
@@ -384,9 +386,9 @@ class PageCache:
         self.window.release(gone[end:], wanted=False)
 
     def close(self, lease: Lease) -> None:
-        """Give the lease back: its own pages become free, its committed prefix stays cached.
+        """Close the lease: its own pages become free, its committed prefix stays cached.
 
-        Raises InvariantError when it is closed already.
+        Raises InvariantError if it is already closed.
         """
         _require_open(lease)
         lease.closed = True
@@ -402,7 +404,7 @@ class PageCache:
         lease.pages, lease.window, lease.duplicates, lease.committed = [], [], [], 0
 
     def reset(self) -> int:
-        """Forget every cached page that no open lease needs, in host memory too; returns the number
+        """Evict every cached page that no open lease needs, in host memory too; returns the number
         of those on the device."""
         dropped = self.tree.evict(self.num_evictable)
         self._drop(dropped)
@@ -411,7 +413,8 @@ class PageCache:
         return len(dropped)
 
     def _spill(self, pages: list[int]) -> None:
-        """Keep in host memory what the tree gave up, and what sequences resume from beside it."""
+        """Store pages evicted from the tree in host memory, with their window pages and
+        snapshots."""
         if self.host is None:
             return
         self.host.store(PAGE, [(page, page) for page in pages])
@@ -421,7 +424,7 @@ class PageCache:
             self.host.store(STATE, self.states.wanted(pages))
 
     def _drop(self, pages: list[int]) -> None:
-        """Free pages that the tree gave up."""
+        """Free pages that the tree evicted."""
         if self.host is not None:
             self.host.drop(pages)
         self.allocator.free(pages)
@@ -431,8 +434,8 @@ class PageCache:
             self.states.drop(pages)
 
     def _attach_snapshots(self, lease: Lease, first: int, held: list[int], border: int) -> None:
-        """Put the snapshots that have been written beside the pages `held` of the tree, which are
-        the logical pages from `first` on; `border` of the sequence's pages are known."""
+        """Attach written snapshots to the pages `held` of the tree, which are the logical pages
+        from `first` on; `border` pages of the sequence are known."""
         assert self.states is not None
         for count in sorted(n for n in lease.snapshots if first < n <= first + len(held)):
             page, snapshot = held[count - 1 - first], lease.snapshots.pop(count)

@@ -1,5 +1,5 @@
-"""The memory of what layers keep: one tensor a field, by page or by sequence. It is the device's,
-but for fields in host memory, which have frames there (`cairn.cache.frames`)."""
+"""The cache memory of layers: one tensor per field, indexed by page or by sequence. It is on the
+device, except fields in host memory, which have frames on the device (`cairn.cache.frames`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cairn.errors import OutOfMemory
 
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
-    """How much there is of everything.
+    """Sizes of the pools.
 
     Attributes:
-        pages: physical pages, by page group.
+        pages: number of physical pages, by page group.
         rows: sequences that run at once.
-        snapshots: states that are kept beside those of running sequences.
-        frames: of a layer and head, for pages in host memory.
+        snapshots: number of states in addition to those of running sequences.
+        frames: frames per layer and head, for pages in host memory.
     """
 
     pages: tuple[int, ...]
@@ -34,20 +34,20 @@ class PoolSizes:
 class CachePools:
     """The tensors of all fields, allocated once and never moved.
 
-    Memory is not initialised: whoever reads a page or a state must have written it, and a mask must
-    not let a NaN through.
+    Memory is not initialised: pages and states must be written before they are read, and masking
+    must be safe against NaN.
 
     Args:
-        schema: what layers keep.
-        sizes: how much of it.
-        device: where.
-        spare: whether every group has one page more, to which padding writes.
+        schema: fields of all layers.
+        sizes: sizes of the pools.
+        device: device of the tensors.
+        spare: whether every group has an extra page, to which padding writes.
 
     Attributes:
         pages: by layer, field name -> [pages, ...].
-        rows: by layer, field name -> [states, ...]: those of the running rows by their numbers, one
-            of a spare row for padding, then snapshots.
-        frames: of fields in host memory; None: there are none.
+        rows: by layer, field name -> [states, ...]: those of running rows, indexed by row, one for
+            padding, then snapshots.
+        frames: frames of fields in host memory; None: no such fields.
         nbytes: size of everything on the device.
 
     Raises OutOfMemory, naming the bytes asked for, when the device does not have them.
@@ -91,7 +91,7 @@ class CachePools:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the first group."""
+        """Number of pages of the first group."""
         return self.sizes.pages[0] if self.sizes.pages else 0
 
     @property
@@ -105,7 +105,7 @@ class CachePools:
         return self.sizes.rows + 1
 
     def frame_traffic(self) -> tuple[int, int, int]:
-        """See `Frames.traffic`; nothing where no field is in host memory."""
+        """See `Frames.traffic`; zeros without fields in host memory."""
         return (0, 0, 0) if self.frames is None else self.frames.traffic()
 
     def tensors(self, group: int | None = None) -> Iterator[Tensor]:
@@ -134,7 +134,7 @@ class CachePools:
         return self.sizes.pages[group] + self.spare
 
     def _frames(self, device: torch.device | str) -> Frames | None:
-        """Of all layers with fields in host memory."""
+        """The frames of all layers with fields in host memory."""
         own = {
             i: [entry for entry in layer.pages if entry.selected is not None]
             for i, layer in enumerate(self.schema.layers)

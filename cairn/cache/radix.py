@@ -1,9 +1,9 @@
 """A prefix tree over complete pages: which prefixes are cached, and in which physical pages.
 
-An edge holds a run of pages (path compression). A page is known by its user tokens, all of them
-compared, never by a hash alone. A lease ends at the end of an edge: where it would end inside one,
-the edge is split. So what a lease pins is exactly what it uses, and every cost but that of
-comparing tokens is counted in edges.
+An edge holds a run of pages (path compression). A page is identified by all of its user tokens,
+never by a hash alone. A lease ends at the end of an edge: where it would end inside one, the edge
+is split. So a lease pins exactly the pages that it uses, and every cost except comparing tokens is
+proportional to edges.
 
 The rules that hold between any two calls (checked by `cairn.cache.invariants`):
 - `node.locked` counts the leases that end at the node or below it, `node.leases` those that end
@@ -31,11 +31,11 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
 class Mark(NamedTuple):
-    """Tokens whose ids do not say what they stand for.
+    """Placeholder tokens whose ids do not identify their content, such as those of an image.
 
     Attributes:
-        first, end: the first of them and the one behind.
-        name: says it.
+        first, end: range of the tokens, `end` exclusive.
+        name: identifies the content.
     """
 
     first: int
@@ -47,7 +47,7 @@ def page_keys(
     tokens: Tokens, first: int, last: int, tokens_per_page: int, marks: Sequence[Mark] = ()
 ) -> list[bytes]:
     """Exact keys of pages first .. last - 1 of a sequence: the page's ids as native int32 bytes,
-    and behind them every mark that touches it, with its place.
+    followed by every mark that touches it, with its position.
 
     Raises BadRequest for an id that does not fit 32 bits.
     """
@@ -78,7 +78,7 @@ def page_keys(
 class PageKeys:
     """Keys of the first `count` pages of a sequence, converted in growing runs when asked for.
 
-    A lookup thus costs what it matches, not what the prompt is long.
+    So the cost of a lookup depends on the length of the match, not of the prompt.
     """
 
     def __init__(
@@ -130,12 +130,13 @@ class Node:
 
 
 class RadixTree:
-    """Prefix tree over pages of `tokens_per_page` tokens; owns its pages until `evict` gives them.
+    """Prefix tree over pages of `tokens_per_page` tokens; owns its pages until `evict` returns
+    them.
 
     Attributes:
         root: the empty prefix; never evicted.
-        num_cached: pages in the tree.
-        num_evictable: those of them that no lease locks.
+        num_cached: number of pages in the tree.
+        num_evictable: number of pages that no lease locks.
     """
 
     def __init__(self, tokens_per_page: int) -> None:
@@ -174,9 +175,9 @@ class RadixTree:
             pages: their physical ids, one per key.
 
         Returns the node where the lease ends now and the tree's pages for the keys: the given ones
-        where it took them, its own where it holds equal ones already. Pages after those are still
-        added below the equal ones: keys and values of a page depend on the tokens up to its end
-        only, so which copy stands above it does not matter.
+        where they were added, the tree's own where it already has equal ones. Pages after those are
+        still added below the equal ones: keys and values of a page depend on the tokens up to its
+        end only, so it does not matter which copy of them is above it.
         """
         if not keys:
             return node, []
@@ -221,7 +222,8 @@ class RadixTree:
         self._offer(node)
 
     def evict(self, count: int) -> list[int]:
-        """Give up to `count` unlocked pages: least recently used first, tails before heads."""
+        """Remove and return up to `count` unlocked pages: least recently used first, tails before
+        heads."""
         evicted: list[int] = []
         while len(evicted) < count and self._heap:
             entry = self._heap[0]
@@ -283,10 +285,10 @@ class RadixTree:
         return upper
 
     def _merge(self, node: Node) -> None:
-        """Join `node` with its only child where nothing tells them apart; the child object stays.
+        """Merge `node` with its only child if they have the same leases; the child object stays.
 
-        An unlocked child that was used less recently stays apart, or the older date would drag
-        `node` with it.
+        An unlocked child that was used less recently is not merged, because `node` would then be
+        evicted as early as the child.
         """
         parent = node.parent
         if parent is None or node.leases or len(node.children) != 1:
@@ -304,7 +306,7 @@ class RadixTree:
         _retire(node)
 
     def _remove(self, node: Node) -> None:
-        """Take out an unlocked leaf; its parent may become one, or merge with its last child."""
+        """Remove an unlocked leaf; its parent may become a leaf, or merge with its last child."""
         parent = _parent(node)
         del parent.children[node.keys[0]]
         _retire(node)
@@ -333,7 +335,8 @@ def _shared(edge: list[bytes], keys: PageKeys | list[bytes], start: int) -> int:
 
 
 def _current(entry: tuple[int, int, Node]) -> bool:
-    """False for an entry to skip: its node was used since, is locked or is gone."""
+    """Whether a queue entry is still valid: its node was not used since, is not locked and not
+    removed."""
     last_use, _, node = entry
     return node.last_use == last_use and node.locked == 0 and node.parent is not None
 
@@ -345,7 +348,7 @@ def _parent(node: Node) -> Node:
 
 
 def _retire(node: Node) -> None:
-    """Empty a node that left the tree: a stale reference must not pass for a live one."""
+    """Clear a node that left the tree, so that stale references are noticed."""
     node.parent = None
     node.children = {}
     node.keys = []

@@ -1,4 +1,5 @@
-"""Records: what all layers keep of one page, one window page or one state, as bytes side by side.
+"""Records: the fields of all layers for one page, one window page or one state, as contiguous
+bytes.
 
 A record depends neither on page numbers nor on pool sizes, so it can leave the device: into host
 memory (`cairn.cache.host`) and from there to another engine whose schema has the same fingerprint.
@@ -23,9 +24,9 @@ class Part:
     """One field in a record: `nbytes` bytes from `begin` on.
 
     Attributes:
-        layer: number of the layer.
-        name: of the field.
-        begin, nbytes: its place.
+        layer: index of the layer.
+        name: name of the field.
+        begin, nbytes: its range in the record.
     """
 
     layer: int
@@ -36,11 +37,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """Where the fields of one kind of record lie; `nbytes` is 0 where no layer has any.
+    """The layout of one kind of record; `nbytes` is 0 if no layer has such fields.
 
     Attributes:
         parts: by layer, in the order of the schema; each begins at a multiple of ALIGNMENT.
-        nbytes: of a record.
+        nbytes: size of a record.
     """
 
     parts: tuple[Part, ...]
@@ -57,7 +58,7 @@ class RecordLayout:
 
 
 def layouts(schema: CacheSchema) -> tuple[RecordLayout, ...]:
-    """The layouts of all kinds of records, by their numbers."""
+    """The layouts of all kinds of records, by kind."""
     return tuple(RecordLayout.of(schema, kind) for kind in (PAGE, WINDOW, STATE))
 
 

@@ -1,10 +1,11 @@
-"""What layers keep: fields by page and fields by sequence. Pools, bytes and tables follow from it.
+"""The cache schema: per-page and per-sequence fields of layers, from which pools, sizes and page
+tables follow.
 
-Fields that are kept equally long share a *page group*: one pool size, one page table. There are two
-at most: pages that stay as long as their sequence, and pages of fields of which queries read a
-window alone (`cairn.cache.window`). A layer may have fields in both. Fields of which queries
-read few pages may lie in host memory (`PageField.selected`, `cairn.cache.frames`). State of a
-sequence (`RowField`) is kept at page borders as *snapshots* so that a cached prefix can be resumed
+Fields that are kept equally long share a *page group*: one pool size, one page table. There are at
+most two: pages kept as long as their sequence, and pages of fields of which queries read only a
+window (`cairn.cache.window`). A layer may have fields in both. Fields of which queries read few
+pages may be in host memory (`PageField.selected`, `cairn.cache.frames`). State of a sequence
+(`RowField`) is kept at page borders as *snapshots* so that a cached prefix can be resumed
 (`cairn.cache.states`).
 """
 
@@ -20,25 +21,25 @@ from cairn.errors import BadConfig
 from cairn.specs.kv_format import KV_FORMATS, KvFormat
 
 BYTES = torch.uint8
-"""Of records of latent attention and index keys in 8 bits."""
+"""Dtype of 8-bit records of latent attention and of 8-bit index keys."""
 LINEAR, PRESHUFFLED = "linear", "preshuffled"
-"""Layouts of a page's numbers."""
+"""Layouts of a page's elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageField:
-    """A tensor of which every page holds a part.
+    """A field with one entry per page.
 
     Attributes:
         name: unique in its layer.
-        shape: of one page's part.
-        dtype: of its numbers.
-        summary: it sums the page up; it does not grow with the page's slots.
-        layout: how the numbers of a page lie; nothing in them tells one from another.
-        window: slots that queries read, their own included; None: any of their sequence.
-        selected: pages of a head that a query reads at most: the field lies in host memory, and
-            what is read comes into frames on the device, see `cairn.cache.frames`. The first size
-            of its shape is that of heads. None: it lies on the device.
+        shape: shape of one page's entry.
+        dtype: its dtype.
+        summary: whether it is a summary of the page, whose size does not depend on the page size.
+        layout: order of elements within a page, which the data does not tell.
+        window: slots that queries read, including their own; None: the whole sequence.
+        selected: most pages per head that a query reads: the field is in host memory, and selected
+            pages are fetched into frames on the device, see `cairn.cache.frames`; the first dim of
+            its shape is heads. None: the field is on the device.
     """
 
     name: str
@@ -51,7 +52,7 @@ class PageField:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one page's part."""
+        """Bytes of one page's entry."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -63,8 +64,8 @@ class RowField:
         name: unique in its layer.
         shape: of one sequence's entry.
         dtype: of the tensor.
-        pieces: sizes of the parts of the first axis that ranks divide each by itself; empty: the
-            axis is one part.
+        pieces: sizes of the parts of the first axis that are sharded separately over ranks; empty:
+            the axis is one part.
     """
 
     name: str
@@ -74,17 +75,17 @@ class RowField:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one sequence's part."""
+        """Bytes of one sequence's entry."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSchema:
-    """What one layer keeps.
+    """The cache fields of one layer.
 
     Attributes:
-        pages: by page.
-        rows: by sequence.
+        pages: fields with an entry per page.
+        rows: fields with an entry per sequence.
     """
 
     pages: tuple[PageField, ...] = ()
@@ -98,16 +99,16 @@ class LayerSchema:
 
 @dataclass(frozen=True, slots=True)
 class PageFormat:
-    """How pages are stored.
+    """Storage format of pages.
 
     Attributes:
         page_size: slots in a page, S.
-        dtype: of everything that is not quantized.
-        kv: keys and values in fewer bits, see `cairn.ops.cache.quantized`; None: they are not
-            quantized.
-        small_records: records of latent attention and index keys in 8 bits (fp8_ds).
-        index_layout: how index keys in 8 bits lie in a page: what reads them fastest on a device.
-        in_host: keys and values of which queries select pages lie in host memory.
+        dtype: dtype of everything that is not quantised.
+        kv: quantised format of keys and values, see `cairn.ops.cache.quantized`; None: not
+            quantised.
+        small_records: whether records of latent attention and index keys have 8 bits (fp8_ds).
+        index_layout: layout of 8-bit index keys in a page: the fastest one for the device.
+        in_host: whether keys and values of layers that select pages are in host memory.
     """
 
     page_size: int
@@ -118,10 +119,12 @@ class PageFormat:
     in_host: bool = False
 
     def keys_and_values(self, num_kv_heads: int, head_dim: int) -> tuple[PageField, PageField]:
-        """Fields `k` and `v`, a page [h_kv, S, d], or the bytes of `kv` in the place of d.
+        """Fields `k` and `v` with pages [h_kv, S, d], or with bytes of the format `kv` in place of
+        d.
 
         Raises:
-            BadConfig: for a format of latent attention, or heads that the format does not hold.
+            BadConfig: for a format of latent attention, or a head dim that the format does not
+                support.
         """
         if self.small_records:
             raise BadConfig(
@@ -148,9 +151,9 @@ class PageGroup:
     """Fields that are kept equally long.
 
     Attributes:
-        layers: numbers of the layers that have such fields.
-        page_bytes: bytes of a page over all of them, on the device.
-        reach: pages before its own that a query touches at most; None: all of its sequence.
+        layers: indices of the layers with such fields.
+        page_bytes: bytes of a page over all these layers, on the device.
+        reach: most pages before its own that a query reads; None: all of its sequence.
     """
 
     layers: tuple[int, ...]
@@ -159,18 +162,18 @@ class PageGroup:
 
 
 class CacheSchema:
-    """What all layers of a model keep.
+    """The cache fields of all layers of a model.
 
     Args:
-        layers: one entry a layer.
+        layers: one entry per layer.
         page_size: slots in a page.
 
     Attributes:
-        groups: the page groups, at least one; one with `reach` comes behind one without.
-        group_of: by layer, the group of each of its page fields, by their names.
+        groups: the page groups, at least one; one with `reach` follows one without.
+        group_of: by layer: field name -> index of its group.
         row_bytes: bytes of one sequence's state over all layers.
         host_bytes: bytes of a page in host memory, over all layers.
-        selected: pages of a head that a query reads of it at most; 0: there is nothing.
+        selected: most pages per head that a query reads from host memory; 0: nothing is there.
     """
 
     def __init__(self, layers: Sequence[LayerSchema], page_size: int) -> None:
@@ -181,7 +184,8 @@ class CacheSchema:
         in_host = [entry for entry in fields if entry.selected is not None]
         self.host_bytes = sum(entry.nbytes for entry in in_host)
         self.selected = max((entry.selected or 0 for entry in in_host), default=0)
-        # If every field has a window, their pages are kept: the prefix cache needs pages to hold.
+        # If every field has a window, their pages are kept for the whole sequence: the prefix cache
+        # needs pages.
         apart = any(entry.window is None for entry in fields)
         self.group_of = tuple(
             {entry.name: int(apart and entry.window is not None) for entry in layer.pages}
@@ -196,12 +200,12 @@ class CacheSchema:
 
     @property
     def reach(self) -> int | None:
-        """Of the group of windowed layers; None without one."""
+        """`reach` of the group of window layers; None without one."""
         return self.groups[-1].reach
 
     @property
     def has_rows(self) -> bool:
-        """Some layer keeps state of a sequence."""
+        """Whether some layer has a per-sequence state."""
         return self.row_bytes > 0
 
     @property

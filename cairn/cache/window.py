@@ -1,13 +1,12 @@
-"""The pages of layers that see a window alone, where other layers of the model see everything.
+"""Pages of window layers, in models whose other layers attend to the whole sequence.
 
-Such a layer needs a sequence's pages only as long as a query may still look at them. So the layers
-have a pool of their own, and beside its pages of the other layers a sequence holds a page of this
-pool for each of its last logical pages; the others it gives back.
+A window layer needs a page only as long as a query's window can touch it. So these layers have a
+pool of their own, and a sequence holds pages of this pool for its last logical pages only.
 
-A cached prefix is of use only where it can be resumed: the window before that point must be there.
-So a page that a sequence gives back stays beside the prefix tree's page of the same tokens, as long
-as there is room. Those that windows only passed by on their way go first; those where sequences
-ended, were resumed or would have been resumed go after them, least recently used first.
+A cached prefix can only be resumed where the window before that point is cached. So a released
+window page stays attached to the prefix tree's page of the same tokens until its memory is needed.
+Pages that windows only passed are evicted first; those where sequences ended, were resumed or would
+have been resumed are evicted after them, least recently used first.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ class WindowPages:
 
     Args:
         num_pages: pages in the pool.
-        reach: pages before its own that a query's window may touch.
+        reach: most pages before its own that a query's window touches.
 
     Attributes:
         allocator: the free pages.
-        users: by page, the open leases that hold it.
+        users: by page, number of open leases that hold it.
         beside: page of the prefix tree -> page of this pool with the same tokens.
-        evicted: kept pages that were given up to make room.
-        giving_up: called with (page of the prefix tree, page beside it) of those of them where a
-            sequence may well resume, before they are.
+        evicted: number of evicted pages.
+        giving_up: called before eviction with (page of the prefix tree, window page) of pages at
+            which a sequence is likely to resume.
     """
 
     def __init__(self, num_pages: int, reach: int) -> None:
@@ -55,26 +54,26 @@ class WindowPages:
 
     @property
     def num_free(self) -> int:
-        """Pages that hold nothing."""
+        """Number of free pages."""
         return self.allocator.num_free
 
     @property
     def num_kept(self) -> int:
-        """Pages that no lease holds, kept for sequences that resume there."""
+        """Number of pages that no lease holds, kept for sequences that resume there."""
         return len(self._passed) + len(self._resumable)
 
     @property
     def available(self) -> int:
-        """Pages that `take` could hand out now."""
+        """Number of pages that `take` could allocate now."""
         return self.num_free + self.num_kept
 
     def kept(self) -> list[int]:
-        """Pages that no lease holds, in the order in which they would be given up."""
+        """Pages that no lease holds, in order of eviction."""
         return [*self._passed, *self._resumable]
 
     def resumable(self, pages: Sequence[int]) -> int:
-        """How many of these pages, a path of the prefix tree from its root, a sequence can go on
-        from: the most after which everything under its window is there."""
+        """Number of these pages, a path from the root of the prefix tree, after which a sequence
+        can resume: the largest number with all window pages before its end."""
         end = at = len(pages)
         while at > max(0, end - self.reach):
             at -= 1
@@ -83,7 +82,7 @@ class WindowPages:
         return end
 
     def hold(self, tree_pages: Sequence[int]) -> list[int]:
-        """The pages beside these, now held by one more lease: a sequence resumes behind them."""
+        """Hold the window pages of these for a lease that resumes after them."""
         held = [self.beside[page] for page in tree_pages]
         for page in held:
             if self.users[page] == 0:
@@ -93,7 +92,7 @@ class WindowPages:
         return held
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` pages, giving up kept ones if need be. Raises InvariantError if fewer
+        """Allocate `count` pages, evicting kept ones if necessary. Raises InvariantError if fewer
         are available; check `available` before."""
         short = count - self.num_free
         for _ in range(min(short, self.num_kept)):
@@ -116,10 +115,10 @@ class WindowPages:
                 self._tree_page[page] = tree_page
 
     def release(self, pages: Iterable[int], wanted: bool) -> None:
-        """A lease gives pages back.
+        """Release pages of a lease.
 
         Args:
-            wanted: a sequence may well resume behind them.
+            wanted: whether a sequence is likely to resume after them.
 
         Raises InvariantError for a page that no lease holds.
         """
@@ -135,12 +134,13 @@ class WindowPages:
                     self._kept_in(page)[page] = None
 
     def wanted(self, tree_pages: Iterable[int]) -> list[tuple[int, int]]:
-        """(page of the prefix tree, page beside it) of these where a sequence may well resume."""
+        """(page of the prefix tree, window page) of those at which a sequence is likely to
+        resume."""
         pairs = ((page, self.beside[page]) for page in tree_pages if page in self.beside)
         return [(page, own) for page, own in pairs if self._wanted[own]]
 
     def drop(self, tree_pages: Iterable[int]) -> None:
-        """The prefix tree gave these pages up: nothing can lie beside them any more."""
+        """Free the window pages of pages that the prefix tree evicted."""
         for tree_page in tree_pages:
             page = self.beside.pop(tree_page, None)
             if page is not None:

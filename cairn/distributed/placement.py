@@ -1,10 +1,11 @@
-"""Which rank holds which experts: busy experts have copies, and ranks get about the same load.
+"""Placement of experts on ranks: busy experts are replicated, so that ranks get about the same
+load.
 
-The method is DeepSeek's expert parallelism load balancer (EPLB, published with DeepSeek-V3): copies
-go to the experts with the largest load a copy, and are packed greedily; where groups of experts can
-be divided between nodes, that is done first, since tokens choose few groups. Added to it: no rank
-holds an expert twice, packs go to the ranks that hold most of them already, and a placement stays
-unless another one is clearly better.
+The method is DeepSeek's expert parallelism load balancer (EPLB, published with DeepSeek-V3): the
+experts with the largest load per copy are replicated, and copies are packed greedily; if groups of
+experts can be divided between nodes, that is done first, because tokens choose few groups.
+Additions: no rank holds an expert twice, packs are assigned to the ranks that already hold most of
+them, and a placement is kept unless another one is clearly better.
 
 A placement is [ranks, places] int64: the expert in every place of every rank.
 """
@@ -21,11 +22,11 @@ from cairn.specs.experts import trivial_placement
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 WORTH = 0.05
-"""Part by which the ratio of largest to mean load must fall for experts to be moved."""
+"""Least relative improvement of the ratio of largest to mean load for which experts are moved."""
 
 
 def copies_of(placement: Ints, experts: int) -> Ints:
-    """How many places each expert has [experts]."""
+    """Number of copies of each expert [experts]."""
     return np.bincount(placement.ravel(), minlength=experts).astype(np.int64)
 
 
@@ -39,11 +40,11 @@ def imbalance(loads: NDArray[Any], placement: Ints) -> float:
 
 
 def rebalanced(loads: NDArray[Any], today: Ints, groups: int = 1, nodes: int = 1) -> Ints:
-    """The placement for these loads, as many places as today.
+    """The placement for these loads, with as many places as now.
 
     Args:
         loads: [experts], tokens that chose each.
-        today: where they are.
+        today: the current placement.
         groups: of experts, of which a token chooses few.
         nodes: over which the ranks are spread evenly, one node after the other.
     """
@@ -77,7 +78,7 @@ def rebalanced(loads: NDArray[Any], today: Ints, groups: int = 1, nodes: int = 1
 
 def replicated(loads: Floats, places: int, most: int) -> Ints:
     """Copies of each expert [experts], `places` in all and at most `most` of one: one each, and the
-    others one after the other to the expert with the largest load a copy (ties: the lower one)."""
+    others in turn to the expert with the largest load per copy (ties: the lower index)."""
     count = np.ones(len(loads), dtype=np.int64)
     for _ in range(places - len(loads)):
         count[np.argmax(np.where(count < most, loads / count, -1.0))] += 1
@@ -85,8 +86,8 @@ def replicated(loads: Floats, places: int, most: int) -> Ints:
 
 
 def packed(weights: Floats, packs: int) -> Ints:
-    """Pack of each thing [n], all packs of as many: the heaviest first (ties: the lower one), each
-    to the lightest pack with room (ties: the lower one)."""
+    """Pack of each item [n], with equally many items per pack: the heaviest item first (ties: the
+    lower index), each into the lightest pack that is not full (ties: the lower index)."""
     room = np.full(packs, len(weights) // packs)
     total, pack_of = np.zeros(packs), np.zeros(len(weights), dtype=np.int64)
     for thing in np.argsort(-weights, kind="stable"):
@@ -97,17 +98,18 @@ def packed(weights: Floats, packs: int) -> Ints:
 
 
 def has_doubles(packs: Ints) -> bool:
-    """A pack holds an expert twice."""
+    """Whether a pack holds an expert twice."""
     return any(len(np.unique(pack)) < len(pack) for pack in packs)
 
 
 def apart(packs: Ints, weight: Floats) -> None:
-    """Exchange copies, in place, until no pack holds an expert twice, or none can be exchanged: the
-    second copy against the lightest of another pack that neither pack holds then twice.
+    """Exchange copies, in place, until no pack holds an expert twice or no exchange is possible: a
+    second copy is exchanged for the lightest copy of another pack such that neither pack then has a
+    duplicate.
 
     Args:
         packs: [packs, places].
-        weight: [experts], of a copy.
+        weight: [experts], load per copy.
     """
     for pack in range(len(packs)):
         for place in range(packs.shape[1]):
@@ -127,8 +129,8 @@ def apart(packs: Ints, weight: Floats) -> None:
 
 
 def kept_in_place(packs: Ints, today: Ints) -> Ints:
-    """Packs [ranks, places] in the order of the ranks that hold most of them today, and what stays
-    on a rank in its place: what must move alone moves."""
+    """Packs [ranks, places] assigned to the ranks that already hold most of them, with experts that
+    stay on a rank in their current places, so that only necessary moves remain."""
     ranks, experts = len(packs), 1 + max(packs.max(), today.max())
     held = np.zeros((2, ranks, experts), dtype=np.int64)
     for each, placement in zip(held, (packs, today), strict=True):

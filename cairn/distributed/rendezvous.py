@@ -1,4 +1,4 @@
-"""How ranks find each other: a store that rank 0 holds, and a process group made by it."""
+"""Rendezvous of ranks: a store held by rank 0, and the process group created through it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ dist: Any = torch.distributed
 
 LOOPBACK = "127.0.0.1"
 START = timedelta(seconds=60)
-"""In which all ranks must have come."""
+"""Time limit for all ranks to join."""
 STEP = timedelta(seconds=600)
-"""In which a collective must be over: a rank may compile kernels in front of one."""
+"""Time limit of a collective: a rank may compile kernels before it."""
 
 
 ROUND = timedelta(seconds=60)
-"""In which engines that share experts must have come to a round."""
+"""Time limit for engines that share experts to join a round."""
 
 
 def hold_store(host: str = LOOPBACK) -> Any:
@@ -46,9 +46,9 @@ def group_of(
     """The group of all ranks; returns when all of them have called it.
 
     Args:
-        address: of this host, at which other ranks reach this one.
+        address: address of this host for other ranks.
         here: see `Group`.
-        limit: in which a collective on the CPU must be over.
+        limit: time limit of a collective on the CPU.
     """
     shared = dist.PrefixStore("group", store)
     if device.type == "cuda":
@@ -64,7 +64,7 @@ def group_of(
 
 
 def group_of_engines(path: str, number: int, count: int) -> Group:
-    """The group of engines that share experts, which meet by a file that none of them has written
-    before; returns when all have called it."""
+    """The group of engines that share experts, whose rendezvous is a new file; returns when all
+    have called it."""
     store, cpu = dist.FileStore(path, count), torch.device("cpu")
     return group_of(store, number, count, cpu, limit=ROUND)

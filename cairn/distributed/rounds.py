@@ -1,4 +1,4 @@
-"""Passes that several engines run together, because their experts are shared: lockstep."""
+"""Rounds: forward passes that engines with shared experts run in lockstep."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class EnginesStopped(EngineDead):
 
 
 class Rounds:
-    """The rounds of engines that share experts: each has tokens of its own, all have the same
-    number of collectives in a round.
+    """The rounds of engines that share experts: each engine has its own tokens, and all run the
+    same collectives in a round.
 
     Args:
         group: the engines.
 
     Attributes:
         count: rounds so far.
-        rows: tokens of the engine that has most in this round.
+        rows: largest number of tokens of an engine in this round.
     """
 
     def __init__(self, group: Group) -> None:
         self.group, self.count, self.rows = group, 0, 0
 
     def begin(self, tokens: int, stops: bool = False) -> int:
-        """Begin a round with so many tokens of this engine; returns `rows`. At 0 nobody has any,
-        and the round is over.
+        """Begin a round with `tokens` tokens of this engine; returns `rows`. At 0 no engine has
+        tokens, and the round is over.
 
         Raises:
             EngineDead: another engine is gone.
@@ -56,6 +56,7 @@ class Rounds:
         return self.group.gathered(padded).flatten(0, 1)
 
     def own(self, x: Tensor, count: int) -> Tensor:
-        """The sum of the engines' x [engines * rows, ..], of this engine's tokens [count, ..]."""
+        """The sum over engines of x [engines * rows, ..], sliced to this engine's tokens [count,
+        ..]."""
         begin = self.group.rank * self.rows
         return self.group.sum(x)[begin : begin + count]

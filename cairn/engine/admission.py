@@ -40,11 +40,11 @@ class CoreShape:
 def check(
     prompt: Sequence[int], params: SamplingParams, shape: CoreShape, has_tokenizer: bool
 ) -> None:
-    """Pass what can be served.
+    """Check that a prompt with these parameters can be served.
 
     Raises:
         BadRequest: a prompt or parameters that this model can never serve.
-        TooLong: no room for the prompt and one more token, if any is to be generated.
+        TooLong: the prompt and one output token (if any is asked for) exceed max_model_len.
     """
     _check_prompt(prompt, params, shape)
     _check_ids(params, shape)
@@ -65,15 +65,16 @@ def check(
 
 
 def stop_ids(params: SamplingParams, shape: CoreShape) -> tuple[int, ...]:
-    """Every id that ends an output of these parameters, once. A model may name an
-    end-of-sequence id that it cannot produce."""
+    """Unique ids that end an output under these parameters. A model may name an end-of-sequence id
+    that it cannot produce."""
     eos_ids = () if params.ignore_eos else shape.eos_ids
     ids = dict.fromkeys((*eos_ids, *params.stop_token_ids))
     return tuple(token for token in ids if token < shape.vocab_size)
 
 
 def longest_prompt(max_model_len: int, max_tokens: int | None) -> int:
-    """Tokens of the longest prompt that leaves room for one more, if any is to be generated."""
+    """Length in tokens of the longest prompt that leaves room for one output token, if any is asked
+    for."""
     return max_model_len if max_tokens == 0 else max_model_len - 1
 
 

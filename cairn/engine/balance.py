@@ -1,4 +1,4 @@
-"""Has experts placed anew every so many steps, a few layers between two steps at a time."""
+"""Rebalances experts over ranks every N steps, a few layers at a time between two steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ log = logging.getLogger(__name__)
 
 
 class BalancingExecutor(PassingExecutor):
-    """Runs plans on another executor, and places experts in front of some.
+    """Runs plans on another executor, and rebalances experts before some of them.
 
     Args:
-        inner: of all ranks.
-        balance: how often, and how many layers at a time.
-        layers: layers with experts.
+        inner: the executor of all ranks.
+        balance: interval in steps, and layers per rebalancing.
+        layers: number of layers with experts.
     """
 
     def __init__(self, inner: Executor, balance: Balance, layers: int) -> None:

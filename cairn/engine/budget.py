@@ -23,12 +23,12 @@ from cairn.runner.step import RowWork
 FORGET = 0.95
 """Decay of older observations with each new one: about 20 steps count."""
 DAMPING = 1e-3
-"""Trust in a cost as it is, against one observation's news of it."""
+"""Weight of the current estimate of a cost against one new observation."""
 OUTLIER = 2.0
 """A step that takes more than this many times what was expected counts for less."""
 UNLEARNED = 16
-"""Steps that only decode whose times are kept until they are asked for: those before them were much
-the same, and whoever asks waits for all of them to be learned."""
+"""Most decode-only steps whose times are queued before they are learned. They are learned when an
+estimate is needed, which must not take long; older ones were much the same and are dropped."""
 SHORTEST = 1e-9
 """Lower bound of measured step times, in seconds."""
 GROWTH = 2
@@ -41,12 +41,12 @@ class Load:
 
     Attributes:
         rows: rows that decode one token each, and guesses behind it.
-        rows_context: tokens that those rows look back at, in all.
+        rows_context: sum of the context lengths of those rows.
         chunks: rows that prefill.
         tokens: tokens that those rows prefill.
-        context: tokens that each of these looks back at, in all.
+        context: sum of the context lengths of each of these tokens.
         drafts: guessed tokens.
-        drafts_context: tokens that each of these looks back at, in all.
+        drafts_context: sum of the context lengths of each of these tokens.
     """
 
     rows: int = 0
@@ -99,7 +99,7 @@ class StepTimes:
             self.guessing += 1
             self._learn(load, seconds)
         else:
-            # Learned when somebody asks: most steps only decode, and then nobody does.
+            # Learned lazily: most steps only decode, and then no estimate is needed.
             self._unlearned.append((load, seconds))
 
     def _learn(self, load: Load, seconds: float) -> None:
@@ -111,36 +111,37 @@ class StepTimes:
         if load.chunks:
             self._prefill.learn(_prefill(load), max(0.0, beyond - drafts) - prefill, unit)
         elif load.drafts:
-            # Nothing runs beside such a step. The first one captures a graph: that must not make
-            # the next ones, which are over much sooner, count for little.
+            # No prefill runs in such a step. The first one captures a graph; it must not make the
+            # next ones, which are far shorter, count as outliers.
             self._drafts.learn(_drafts(load), beyond - drafts, min(unit, OUTLIER * seconds))
         if not (load.chunks or load.drafts) or seconds < decode:
-            # Also when a step with more is over sooner than its decoding rows alone should be.
+            # Also when a step with prefill takes less time than its decoding rows alone should.
             self._decode.learn(_decode(load), seconds - decode, unit)
 
     def decode_seconds(self, load: Load) -> float:
-        """What the step is expected to take with one token a row; 0 when nothing is known."""
+        """Expected seconds of the step with one token per row; 0 when nothing is known."""
         while self._unlearned:
             self._learn(*self._unlearned.popleft())
         return self._decode.of(_decode(load))
 
     def prefill_seconds(self, load: Load) -> float:
-        """What its prefill is expected to add; 0 without any, or when nothing is known."""
+        """Expected seconds that its prefill adds; 0 without any, or when nothing is known."""
         return self._prefill.of(_prefill(load))
 
     def draft_seconds(self, load: Load, begin: bool = True) -> float:
-        """What its guesses are expected to add; 0 without any, or when nothing is known.
+        """Expected seconds that its guesses add; 0 without any, or when nothing is known.
 
         Args:
-            begin: with what it takes to run any at all.
+            begin: include the fixed cost of running any guesses.
         """
         return self._drafts.of(_drafts(load, begin))
 
     def prefill_part(self, load: Load, seconds: float) -> float:
         """The part of a step's measured `seconds` that its prefill took.
 
-        All of them when no row decodes; else what the step took beyond what those rows are expected
-        to take alone. As long as no step has only decoded, it is the prefill's share of the tokens.
+        All of them when no row decodes; else the excess over the expected seconds of those rows
+        alone. Until a decode-only step has been observed, the seconds are divided by numbers of
+        tokens.
         """
         if not load.tokens:
             return 0.0
@@ -156,10 +157,10 @@ class StepTimes:
 
         Args:
             load: what the step runs already.
-            first: tokens that the row looks back at from its first new one.
+            first: context length of the row's first new token.
             limit: seconds of the whole step.
         Returns:
-            >= 0; bounded by what has run before, so that a guess is never a leap.
+            >= 0; bounded by what has run before, so that no estimate is extrapolated far.
         """
         bound = max(0, GROWTH * self._longest - load.tokens)
         begun = Load(load.rows, load.rows_context, load.chunks + 1, load.tokens, load.context)
@@ -217,7 +218,8 @@ class _Costs:
 
 
 def _solve(lines: list[list[float]]) -> list[float]:
-    """x of A x = b for a symmetric positive definite A; `lines` are those of [A b], used up."""
+    """Solve A x = b for a symmetric positive definite A; `lines` are the rows of [A b],
+    overwritten."""
     count = len(lines)
     for i, pivot in enumerate(lines):
         for line in lines[i + 1 :]:

@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An engine and what was decided for it.
+    """An engine and its resolved options.
 
     Attributes:
         core: the loop.
@@ -77,7 +77,7 @@ class Built:
         memory: pages and context length.
         slots: slot arithmetic.
         table: (what, bytes) of everything in the device's memory.
-        rounds: of engines that share experts; None: this one has them for itself.
+        rounds: rounds of engines that share experts; None: this engine has all experts.
     """
 
     core: EngineCore
@@ -125,7 +125,7 @@ def build(
             pages: steps of all sizes have been run and measured), "pages" and "tokenizer" when
             each is there.
         start: starts the other ranks, where there are several; None: `ranks_of`.
-        engines: those that share experts with this one; None: none does.
+        engines: the engines that share experts with this one; None: experts are not shared.
 
     Raises:
         BadModel: the folder cannot be served.
@@ -136,9 +136,9 @@ def build(
     config = resolve(options, load_spec(model), this_machine(options.device))
     size = config.tensor_parallel_size
     if ":" in config.device:
-        # Streams, and kernels of Triton, are of the current device.
+        # Streams and Triton kernels use the current device.
         torch.cuda.set_device(config.device)
-    # Refused before any process is started.
+    # Checked before any process is started.
     local(config.model, size)
     if config.nodes is not None and config.nodes.number:
         raise BadConfig(
@@ -174,7 +174,7 @@ def ranks_of(
 
 
 def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:
-    """The options with what another process might choose in another way."""
+    """The options with every automatic choice fixed that could differ in another process."""
     return replace(
         options, dtype=config.dtype, device=config.device, kv_cache_memory=config.kv_cache_memory
     )
@@ -211,7 +211,7 @@ def load_runner(
     on_gpu = device.type == "cuda"
     parameters, weight_bytes = measure_weights(spec, dtype, group)
     usage = replace(gpu_usage(device), weights=weight_bytes) if on_gpu else None
-    # On a GPU these are the most pages there can be: what steps take is not known yet.
+    # On a GPU an upper bound of the number of pages: the memory of steps is not measured yet.
     memory = planned(usage)
     if group.rank == 0:
         announce(config.choices, config.warnings)
@@ -261,7 +261,7 @@ def _assemble(
     ranks: Ranks | None,
     on_phase: Callable[[str], object],
 ) -> Built:
-    """The engine around what was loaded."""
+    """Build the engine around a loaded model."""
     runner, memory, on_gpu = loaded.executor.runner, loaded.memory, config.device != "cpu"
     slots = runner.shape.slots
     tokenizer = load_tokenizer(model)
@@ -290,7 +290,7 @@ def _assemble(
 def connect(
     core: EngineCore, model: Path, config: EngineConfig, loaded: Loaded, listener: Listener | None
 ) -> None:
-    """Let the engine exchange records with others, as the options say."""
+    """Set up the exchange of records with other engines, as the options say."""
     records, host = loaded.executor.records, core.cache.host
     if config.disaggregation is not None and records is not None and host is not None:
         whole = cache_schema(config.model.mixers, page_format(config))
@@ -308,7 +308,7 @@ def device_of(config: EngineConfig, group: Group) -> torch.device:
 
 
 def guess(core: EngineCore, config: EngineConfig) -> None:
-    """Let next tokens be guessed as the options say, where it pays."""
+    """Set up speculative decoding as the options say."""
     asked = config.speculation
     if asked is not None:
         looking_up = asked.algorithm == NGRAM
@@ -316,7 +316,7 @@ def guess(core: EngineCore, config: EngineConfig) -> None:
         core.scheduler.drafter = ngram if looking_up else head
         core.scheduler.pace = Pace(core.times, asked.drafts)
         pages = int(core.scheduler.slots.pages_for(core.shape.max_model_len))
-        # Branches have pages of their own, but no states, nor pages beside those.
+        # Branches have pages of their own, but no recurrent states and no window pages.
         if asked.branches > 1 and core.cache.states is None and core.cache.window is None:
             brancher = ngram if looking_up else head
             core.scheduler.trees = Trees(brancher, asked.branches, core.scheduler.slots, pages)
@@ -368,7 +368,7 @@ def snapshot_interval(schema: CacheSchema) -> int:
 def runner_shape(
     config: EngineConfig, memory: MemoryPlan, slots: SlotMap, parameters: int
 ) -> RunnerShape:
-    """Sizes of the runner of a model with so many parameters."""
+    """Sizes of the runner; `parameters` is the model's number of parameters."""
     spec, size = config.model, ELEMENT_SIZE[config.dtype]
     counted = spec.num_layers + len(spec.selecting_layers)
     shape = RunnerShape(
@@ -383,16 +383,16 @@ def runner_shape(
     if spec.vision is None:
         return shape
     media = spec.vision.media
-    # Embeddings of the largest image, twice.
+    # Twice the embeddings of the largest image.
     kept = 2 * media.most_tokens * spec.hidden_size * size
     sides = tuple(media.square_sides(memory.max_model_len))
     return replace(shape, encoder_bytes=kept, image_sides=sides, axes=media.axes)
 
 
 def page_format(config: EngineConfig) -> PageFormat:
-    """How pages are stored."""
+    """The storage format of pages."""
     dtype = getattr(torch, config.dtype)
-    # What matrix instructions of AMD's cards read at once; on NVIDIA's it is slower.
+    # The operand layout of AMD's matrix instructions; slower on NVIDIA GPUs.
     layout = PRESHUFFLED if torch.version.hip and config.device != "cpu" else LINEAR
     return PageFormat(
         config.page_size,
@@ -405,7 +405,7 @@ def page_format(config: EngineConfig) -> PageFormat:
 
 
 def core_shape(config: EngineConfig, max_model_len: int, tokenizer: Tokenizer | None) -> CoreShape:
-    """What the loop must know of the model."""
+    """The model's limits that the loop needs."""
     spec = config.model
     return CoreShape(
         vocab_size=spec.vocab_size,
@@ -431,8 +431,10 @@ def end_ids(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def gpu_usage(device: torch.device, weights: int = 0, steps: Measured = NO_STEPS) -> Usage:
-    """What a GPU holds: `weights` bytes of weights that are there, steps to come, and the rest."""
-    # An engine that was dropped may not be collected yet, and its memory may wait for reuse.
+    """Memory in use on a GPU: `weights` bytes of loaded weights, memory of steps to come, and the
+    rest."""
+    # A dropped engine may not be garbage-collected yet, and its memory may be cached by the
+    # allocator.
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -441,7 +443,7 @@ def gpu_usage(device: torch.device, weights: int = 0, steps: Measured = NO_STEPS
 
 
 def this_machine(device: str = "auto") -> Machine:
-    """What option resolution must know of the machine; `device` says what will be used of it."""
+    """Properties of the machine for option resolution; `device` says which device will be used."""
     has_cuda = torch.cuda.is_available()
     if not has_cuda or device == "cpu":
         return Machine(has_cuda, native_bf16(), free_host_memory())

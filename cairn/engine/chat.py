@@ -1,4 +1,4 @@
-"""Messages of a conversation, as a chat template reads them."""
+"""Chat messages in the form that chat templates read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
 def checked_messages(
     messages: Sequence[Message], media: Container[str] = ()
 ) -> list[dict[str, Any]]:
-    """Copies of the messages in the one form that templates agree on.
+    """Copies of the messages, normalised for chat templates.
 
     Content stays a list of parts where one of these is {"type": M} with M of `media`, which stands
     for an image or a video. Else it becomes a string (text parts are joined by line breaks; none,

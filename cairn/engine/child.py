@@ -1,4 +1,4 @@
-"""The engine process as a child: start, two sockets for messages, end.
+"""Starts the engine as a child process, with two sockets for messages, and ends it.
 
 No torch here.
 """
@@ -20,7 +20,7 @@ from cairn.engine.messages import FROM_ENGINE, TO_ENGINE, FromEngine, Launch, Re
 from cairn.errors import BadConfig, BadRequest, EngineDead
 
 MESSAGES = 64
-"""Taken in one turn of the event loop at most: one is what a step adds to all that runs."""
+"""Most messages received per turn of the event loop; a step sends one message for all requests."""
 
 
 class Child:
@@ -57,12 +57,12 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """It has not ended. Reaps it when it has."""
+        """Whether it has not ended; reaps it if it has."""
         return self._process.poll() is None
 
     def kill(self) -> None:
@@ -73,7 +73,7 @@ class Child:
         """Send without waiting.
 
         Raises:
-            EngineDead: nobody is there to take it; it says how the process ended if that is known.
+            EngineDead: the process has ended; the message says how, if known.
             BadRequest: a text is not valid Unicode.
         """
         try:
@@ -89,18 +89,18 @@ class Child:
             ) from None
 
     def receive(self) -> None:
-        """Take every message that has come."""
+        """Receive all pending messages."""
         while self._receive_one():
             pass
 
     def _on_bell(self) -> None:
-        """The socket has messages; it may say so again between two turns."""
+        """Called when the socket becomes readable, possibly again between two turns."""
         if not self._turn_due:
             self._take_turn()
 
     def _take_turn(self) -> None:
-        """Take what has come, but let others have their turn in between. The socket need not say
-        again that there is more before all is taken."""
+        """Receive pending messages in batches, yielding to the event loop in between. The socket
+        signals only once until it is empty, so this reschedules itself."""
         self._turn_due = False
         for _ in range(MESSAGES):
             if not self._receive_one():
@@ -109,7 +109,7 @@ class Child:
         self._loop.call_soon(self._take_turn)
 
     def _receive_one(self) -> bool:
-        """Take the next message; False: there is none."""
+        """Receive the next message; False: there is none."""
         if self._inbox.closed:
             return False
         try:
@@ -123,7 +123,7 @@ class Child:
         return True
 
     def exit_reason(self) -> EngineDead:
-        """How it ended. Only for a process that is not alive."""
+        """How the process ended; only valid when it is not alive."""
         code = self._process.returncode
         hint = "Look at its last log lines"
         if code >= 0:
@@ -159,7 +159,7 @@ class Child:
         return process
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        """A socket without bounds on what waits in it: the number of requests is bounded."""
+        """A socket with an unbounded queue: the number of requests is bounded elsewhere."""
         socket = self._context.socket(kind)
         socket.set_hwm(0)
         try:
@@ -172,8 +172,8 @@ class Child:
         return socket
 
     def _hide(self) -> None:
-        """Both sides are connected: without names in the file system nobody else can, and a
-        process that is killed leaves nothing behind."""
+        """Remove the sockets' names from the file system once both sides are connected: no other
+        process can connect, and a killed process leaves no files."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _drop(self) -> None:

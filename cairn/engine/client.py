@@ -1,4 +1,4 @@
-"""The engine as the API process sees it: start it, submit prompts, iterate over what comes back.
+"""The API process's client of the engine: starts it, submits prompts, and streams the outputs.
 
 No torch here. Everything runs in one event loop; nothing is thread-safe.
 """
@@ -50,11 +50,11 @@ from cairn.types import KvTransferParams, SamplingParams
 log = get_logger(__name__)
 
 RATE_WINDOW = 256
-"""Completions that the wait told to a refused client is reckoned from."""
+"""Number of recent completions from which Retry-After of refused requests is estimated."""
 
 LONGEST_WAIT = 60
 FIRST_WAIT = 5
-"""Seconds told to a refused client at most, and while no completion has been seen yet."""
+"""Largest Retry-After of refused requests, also used before any completion."""
 
 LAST_WORDS_SECONDS = 2.0
 """Seconds that a process may take to exit after its last message."""
@@ -67,9 +67,9 @@ class EngineClient:
         model: the model folder.
         options: the engine's options.
         max_waiting: continuations that may wait beside those that run.
-        stuck_seconds: silence of the engine process that means it is stuck.
+        stuck_seconds: seconds without a heartbeat after which the engine process counts as stuck.
         step_limit: seconds that one step may take.
-        replica: number of this engine among those of a Fleet, and how many they are.
+        replica: index of this engine in a Fleet, and the number of engines.
         meeting: see `Launch`.
 
     Attributes:
@@ -132,7 +132,7 @@ class EngineClient:
         try:
             await self._started
         except BaseException:
-            # If it has not ended by itself, it is ended now.
+            # If it has not exited by itself, it is killed.
             self._stopping = True
             self._child.kill()
             await self._watcher
@@ -140,12 +140,12 @@ class EngineClient:
 
     @property
     def serving(self) -> bool:
-        """It has started and not ended."""
+        """Whether it has started and not ended."""
         return self._shape is not None and self.dead is None
 
     @property
     def engines(self) -> tuple[EngineClient, ...]:
-        """Those behind this client: itself."""
+        """The engines behind this client: itself."""
         return (self,)
 
     @property
@@ -163,7 +163,7 @@ class EngineClient:
     def load(self) -> tuple[int, int]:
         """Continuations that the engine holds, running or waiting, and the most it may hold.
 
-        A cancelled one counts until the engine has let it go.
+        A cancelled one counts until the engine has released it.
         """
         rows = self.info.max_num_seqs if self._shape is not None else 0
         return self._live, rows + self._max_waiting
@@ -174,12 +174,12 @@ class EngineClient:
         return self._child.pid
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Pass what the engine can serve.
+        """Check that the engine can serve a prompt with these parameters.
 
         Raises:
             BadRequest: a prompt or parameters that can never be served.
             TooLong: no room for the prompt and one more token.
-            EngineDead: it is not there.
+            EngineDead: the engine does not run.
         """
         admission.check(prompt, params, self._require_shape(), self.info.has_tokenizer)
         _, bound = self.load
@@ -206,7 +206,7 @@ class EngineClient:
             priority: smaller goes first.
             request_id: unique among the live ones; None: chosen here.
             media: images and videos of the prompt.
-            transfer: who computes the prompt and who goes on.
+            transfer: which engine prefills the prompt and which decodes.
 
         Raises:
             BadRequest, TooLong: as `check`; also for an id in use.
@@ -232,17 +232,18 @@ class EngineClient:
         return submission
 
     def abort(self, request_id: str) -> None:
-        """Take a request back, as Submission.cancel does; an unknown id may just have ended."""
+        """Abort a request, as Submission.cancel does; unknown ids are ignored: the request may just
+        have ended."""
         if self.dead is None and request_id in self._submissions:
-            # An engine that has just ended has nothing to give back.
+            # An engine that has just ended has nothing to abort.
             with contextlib.suppress(EngineDead):
                 self._child.send(Abort([request_id]))
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """Ask the engine to do something beside serving: "flush_cache", "cache" or "profile".
+        """Call an engine method other than serving: "flush_cache", "cache" or "profile".
 
         Raises:
-            BadRequest: the engine does not take the method or its arguments.
+            BadRequest: an unknown method, or wrong arguments.
             CairnError: it failed.
             EngineDead: it is not there.
         """
@@ -264,7 +265,8 @@ class EngineClient:
         return self.dead
 
     async def stop(self, timeout: float) -> None:
-        """End the engine; what still runs is aborted. Waits up to `timeout` seconds, then kills."""
+        """End the engine; running requests are aborted. Waits up to `timeout` seconds, then
+        kills."""
         if self._watcher is None:
             return
         self._stopping = True
@@ -350,7 +352,7 @@ class EngineClient:
         return self._shape
 
     def _retry_after(self, places: int) -> int:
-        """Seconds until so many continuations will have ended, at the rate seen last."""
+        """Estimated seconds until `places` continuations will have ended, at the recent rate."""
         if len(self._completions) < 2:
             return FIRST_WAIT
         span = time.monotonic() - self._completions[0]
@@ -369,7 +371,7 @@ class EngineClient:
             elif (reason := self._watchdog.tick()) is not None:
                 self._child.kill()
                 self._end(EngineDead(reason, "Look at its last log lines; start the server again"))
-        # What the process sent before it ended may still be on its way through the socket.
+        # Messages that the process sent before it ended may still be in the socket.
         await asyncio.sleep(0.05)
         self._child.receive()
         ordered = EngineDead("the engine was stopped")
@@ -377,7 +379,7 @@ class EngineClient:
         self._child.close()
 
     def _end(self, error: CairnError) -> None:
-        """Nothing more will come: tell everyone who waits, once."""
+        """Fail all pending submissions and calls with `error`, once."""
         if self.dead is not None:
             return
         number, replicas = self._replica

@@ -1,4 +1,4 @@
-"""Outputs while the engine works on them."""
+"""The state of outputs that are being generated."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cairn.types import Alternatives, KvTransferParams, PromptLogprobs
 
 @dataclass(slots=True, eq=False)
 class Continuation:
-    """One output of a request while the engine works on it.
+    """One output of a request while it is being generated.
 
     Attributes:
-        request: the scheduler's side.
-        stream: the user's side: tokens, text, stop conditions.
-        prompt_logprobs: None unless wanted.
-        moments: when it arrived, started, and so on.
+        request: the scheduler's state of it.
+        stream: tokens, text and stop conditions of the output.
+        prompt_logprobs: None unless requested.
+        moments: time stamps of its arrival, start, and so on.
         error: why it ended with the reason "error".
         status: HTTP status that goes with it.
-        asked: who computes the prompt and who goes on; None: this engine does both.
-        transfer: once it has ended: what the engine that goes on needs.
+        asked: which engine prefills and which decodes; None: this engine does both.
+        transfer: set when it has ended: what the decoding engine needs.
     """
 
     request: Request
@@ -37,22 +37,22 @@ class Continuation:
 
     @property
     def finished(self) -> bool:
-        """Nothing more will come."""
+        """Whether it has ended."""
         return self.stream.output.finish_reason is not None
 
 
 @dataclass(slots=True, eq=False)
 class SideBySide:
-    """Requests of steps that only decode, none of them with anything to do but take its token.
+    """Requests of decode-only steps that need no other work than appending their token.
 
     Attributes:
-        requests: as the scheduler gives them.
+        requests: in the scheduler's order.
         continuations: theirs, in the same order.
         streams: theirs.
-        last: when they took their last tokens; None: not yet.
-        silent: none of them has a text that grows with its tokens.
+        last: time of their last tokens; None: none yet.
+        silent: none of them needs detokenisation per token.
         end_ids: ids that may end one of them.
-        left: tokens until one of them has all it may have.
+        left: tokens until one of them reaches its maximum length.
     """
 
     requests: Sequence[Request | None]
@@ -69,7 +69,8 @@ class SideBySide:
         self.left = min(stream.left for stream in self.streams)
 
     def take(self, tokens: Sequence[int], logprobs: Mapping[int, Alternatives]) -> list[int]:
-        """Give each its token, and what is reported of it; indices of those that end with it."""
+        """Append each request's token and its log-probabilities; returns the indices of those that
+        end."""
         self.left -= 1
         if self.silent and self.left > 0 and self.end_ids.isdisjoint(tokens):
             for stream, token in zip(self.streams, tokens, strict=True):

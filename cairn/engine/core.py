@@ -1,4 +1,4 @@
-"""The engine's loop. A request walks through it like this:
+"""The engine's loop. The steps of a request:
 
 1. `EngineCore.add` checks it and queues it            (engine/scheduler.py: Scheduler.add)
       a grammar is compiled first, in a thread         (engine/grammar.py: GrammarLoader.submit)
@@ -13,9 +13,9 @@
 5. each token becomes text, or ends the request        (engine/output.py: OutputStream.push)
 
 With overlap the next plan is made and launched (2, 3) before the result is taken in (4, 5), so that
-the device never waits for the host. An output that ends has then run one token too many, of which
-nothing is kept. Only what is chosen under a grammar waits: the model runs, and the mask of its row
-follows when the token before has been taken in.
+the device never waits for the host. An output that ends has then run one token too many, whose
+result is dropped. Only sampling under a grammar waits: the model runs, and the mask of its row
+follows once the previous token is known.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from cairn.types import (
 log = logging.getLogger(__name__)
 
 PREPARING_WAIT = 0.02
-"""Seconds that a step waits for what requests need when there is nothing else to do."""
+"""Seconds that an otherwise idle step waits for grammars and records of requests."""
 
 
 class _Flight(NamedTuple):
-    """A step that was launched: its plan, and when it was begun, planned and launched."""
+    """A launched step: its plan, and the times at which it was begun, planned and launched."""
 
     plan: StepPlan
     launched: Launched
@@ -82,12 +82,12 @@ class EngineCore:
         slots: slot arithmetic.
         executor: runs the plans.
         tokenizer: None: token prompts and token outputs only.
-        overlap: plan and launch a step before the result of the last one is there.
-        drafter: guesses the next tokens of rows that decode; None: nobody does.
+        overlap: plan and launch a step before the result of the previous one is available.
+        drafter: guesses the next tokens of rows that decode; None: no speculation.
 
     Attributes:
         grammars: compiles grammars; None without a tokenizer.
-        clock: gives the seconds by which steps and requests are timed.
+        clock: returns the seconds with which steps and requests are timed.
         times: how long steps take, learned from all that ran.
         transfers: exchanges records with other engines; None: this one works alone.
     """
@@ -120,14 +120,14 @@ class EngineCore:
         self._preparing = Preparing()
         self._arrivals = 0
         self._flight: _Flight | None = None
-        # Whether its grammar masks are still to be set.
+        # Whether its grammar masks still have to be set.
         self._choosing = False
         self._together: SideBySide | None = None
         self._landed = 0.0
 
     @property
     def has_work(self) -> bool:
-        """Some request is not finished, or a step is in flight."""
+        """Whether some request is not finished, or a step is in flight."""
         return bool(self._live or self._fetches) or self._flight is not None
 
     def add(
@@ -146,10 +146,10 @@ class EngineCore:
         Args:
             request_id: unique among the live ones.
             prompt: user token ids.
-            params: how to sample; `n` is the caller's business.
+            params: how to sample; `n` is handled by the caller.
             priority: smaller goes first.
             media: images and videos of the prompt.
-            transfer: who computes the prompt and who goes on.
+            transfer: which engine prefills the prompt and which decodes.
 
         Raises:
             BadRequest: the prompt or the parameters can never be served.
@@ -193,7 +193,7 @@ class EngineCore:
         admission.check(prompt, params, self.shape, self.tokenizer is not None)
 
     def abort(self, request_id: str) -> None:
-        """Take a request back, whatever its state. An unknown id may just have ended: ignored."""
+        """Abort a request in any state. Unknown ids, as of one that just ended, are ignored."""
         self._part()
         continuation = self._live.pop(request_id, None)
         if continuation is not None:
@@ -204,9 +204,9 @@ class EngineCore:
     def step(self) -> list[Continuation]:
         """Run one step; returns the continuations that got a token or ended, not to be changed.
 
-        With overlap it launches one step and takes the one before in: the first call gives nothing
-        yet. A step that depends on which guesses were right is launched once that is known. If the
-        executor raises, its step's requests end with the reason "error" and give their pages back.
+        With overlap it launches one step and processes the result of the previous one; the first
+        call returns nothing. Steps that depend on which guesses were right wait until that is
+        known. If the executor raises, the step's requests end with the reason "error".
         """
         changed = self._join_prepared()
         flight = self._flight
@@ -227,7 +227,7 @@ class EngineCore:
         return [*changed, *landed] if changed else landed
 
     def settle(self) -> list[Continuation]:
-        """Take in the step in flight, if there is one; returns what `step` returns."""
+        """Process the step in flight, if any; returns what `step` returns."""
         flight, self._flight = self._flight, None
         return self._land(flight) if flight is not None else []
 
@@ -278,7 +278,7 @@ class EngineCore:
         self._flight = flight._replace(ended=flight.ended + self.clock() - began)
 
     def _land(self, flight: _Flight) -> list[Continuation]:
-        """Wait for a step and take its result in."""
+        """Wait for a step and process its result."""
         began = self.clock()
         try:
             result = flight.launched.result()
@@ -315,7 +315,7 @@ class EngineCore:
 
     @property
     def _fetches(self) -> list[Future[Fetched]]:
-        """Records on their way."""
+        """Number of record fetches in progress."""
         return [] if self.transfers is None else self.transfers.running
 
     def _check_transfer(self, asked: KvTransferParams | None) -> None:
@@ -328,7 +328,7 @@ class EngineCore:
             )
 
     def _prepare(self, continuation: Continuation) -> None:
-        """Schedule a request, or get it first what it needs."""
+        """Schedule a request once its grammar is compiled and its records are fetched."""
         request, asked, needs = continuation.request, continuation.asked, []
         if request.params.grammar is not None and self.grammars is not None:
             compiled = self.grammars.submit(request.params.grammar, request.stop_ids)
@@ -342,8 +342,7 @@ class EngineCore:
             self.scheduler.add(request)
 
     def _join_prepared(self) -> list[Continuation]:
-        """Schedule the requests that have what they need by now, end those that will not get it,
-        and return these."""
+        """Schedule prepared requests; end those whose preparation failed, and return these."""
         if self.transfers is not None:
             self.transfers.poll()
         ready, refused = self._preparing.join()
@@ -384,7 +383,7 @@ class EngineCore:
     def _take_tokens(
         self, continuation: Continuation, result: StepResult, indices: range, now: float
     ) -> None:
-        """Give a continuation its tokens of a step, up to the one that ends it."""
+        """Append a step's tokens to a continuation, up to the one that ends it."""
         moments = continuation.moments
         for index in indices:
             if result.tokens[index] >= 0:
@@ -398,7 +397,7 @@ class EngineCore:
     def _retire_together(
         self, together: SideBySide, result: StepResult, now: float
     ) -> list[Continuation]:
-        """Give each of the requests its token: most steps are nothing else."""
+        """Append each request's token; the fast path for most steps."""
         together.last = now
         ended = together.take(result.tokens, result.logprobs)
         if ended:
@@ -408,7 +407,7 @@ class EngineCore:
         return together.continuations
 
     def _join(self, requests: Sequence[Request | None]) -> SideBySide | None:
-        """The requests of a step side by side; None where one has ended or has a grammar."""
+        """`SideBySide` of a step's requests; None where one has ended or has a grammar."""
         self._part()
         found = []
         for request in requests:
@@ -420,14 +419,14 @@ class EngineCore:
         return self._together
 
     def _part(self) -> None:
-        """Requests are not side by side any more: when they took their last tokens is kept now."""
+        """Leave the `SideBySide` fast path and store each request's time of its last token."""
         if self._together is not None and self._together.last is not None:
             for continuation in self._together.continuations:
                 continuation.moments.last_token = self._together.last
         self._together = None
 
     def _of(self, request: Request | None) -> Continuation | None:
-        """Whose request it is; None where that was finished while a step ran it."""
+        """The continuation of a request; None if it finished while a step ran it."""
         found = None if request is None else self._live.get(request.id)
         return found if found is not None and found.request is request else None
 
@@ -444,8 +443,8 @@ class EngineCore:
     def _take_token(
         self, continuation: Continuation, result: StepResult, index: int
     ) -> FinishReason | None:
-        """Give a token, with what is reported of it, to the grammar and to the stream; the reason,
-        when the output has ended."""
+        """Pass a token with its reports to the grammar and the stream; returns the finish reason,
+        if the output has ended."""
         stream, grammar = continuation.stream, continuation.request.grammar
         token = result.tokens[index]
         if token < 0:
@@ -494,7 +493,8 @@ class EngineCore:
         self.times.observe(load, seconds)
 
     def _seed(self, params: SamplingParams, index: int) -> int:
-        """Base of a continuation's draws: the user's seed, or the engine's and the arrival."""
+        """Seed of a continuation's draws: the user's, or from the engine's and the arrival
+        index."""
         if params.seed is not None:
             return params.seed + index
         return (self.shape.seed << 32) + self._arrivals

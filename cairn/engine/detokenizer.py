@@ -1,8 +1,8 @@
-"""Ids of a growing output -> text: exact at the byte, a constant amount of work per token.
+"""Incremental detokenisation: byte-exact text of a growing output, with constant work per token.
 
-A tokenizer's decoder says what its tokens spell. In the families that models use (byte-level BPE;
-sentencepiece, with or without byte fallback; WordPiece) a token spells the same bytes wherever it
-stands, the first of a text apart. `Rules` reads that from the decoder's own description,
+A tokenizer's decoder defines the bytes of its tokens. In the families that models use (byte-level
+BPE; sentencepiece, with or without byte fallback; WordPiece) a token has the same bytes wherever it
+stands, except at the beginning of a text. `Rules` reads that from the decoder's own description,
 `Spelling` gives the bytes of an id, and `ByteDetokenizer` makes text of them. Any other decoder is
 run again and again over a short window (`WindowDetokenizer`).
 
@@ -45,7 +45,7 @@ class Detokenizer(Protocol):
     """Text of one output; the pieces joined, with the flush at the end, are the text."""
 
     def push(self, *tokens: int) -> str:
-        """The text that `tokens` settle; an unfinished character waits for its last byte."""
+        """The text completed by `tokens`; an unfinished character waits for its last byte."""
 
     def flush(self) -> str:
         """The rest, when no token follows: an unfinished character becomes replacement signs."""
@@ -265,7 +265,7 @@ class ByteDetokenizer:
         clean_up: replace as `CLEAN_UPS` say.
     """
 
-    # As in OutputStream: what a step touches of each lies close together.
+    # __slots__, as in OutputStream: keeps the fields that every step touches close together.
     __slots__ = (
         "_begins",
         "_replacers",

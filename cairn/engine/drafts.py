@@ -1,4 +1,5 @@
-"""Guesses of a row's next tokens, which the next step runs beside its last one."""
+"""Draft tokens: guesses of a row's next tokens, which the next step runs along with its last
+token."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from cairn.engine.request import Lockstep, Request
 Ints = NDArray[np.int64]
 
 BLOCK, GROWTH = 1024, 16
-"""Prompt lookup searches so many of a text's last tokens first, and then, as long as it has not
-found the longest match, as many times more."""
+"""Prompt lookup first searches the last BLOCK tokens of a text; until it finds the longest match,
+it extends the searched range by a factor of GROWTH."""
 
 
 class Drafter(Protocol):
@@ -25,11 +26,11 @@ class Drafter(Protocol):
 
     @property
     def drafts(self) -> int:
-        """Guesses at a time, at most."""
+        """Most guesses at a time."""
 
     @property
     def ahead(self) -> int:
-        """Guesses that each step makes for the one behind it; 0: it guesses from tokens alone."""
+        """Guesses that each step computes for the next one; 0: guesses depend on tokens only."""
 
     def guess(self, request: Request, most: int) -> Sequence[int]:
         """Up to `most` tokens that may follow those that the request has so far."""
@@ -55,13 +56,13 @@ class NgramDrafter:
         return self.find(request.tokens, most)
 
     def find(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Guesses of what follows tokens; none without a match. What reaches their end is repeated
-        from its start."""
+        """Guesses of what follows tokens; empty without a match. A guess that reaches the end of
+        the tokens continues from its own start."""
         found = self.find_all(tokens, most, 1)
         return found[0] if found else []
 
     def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
-        """See `Brancher`: behind other occurrences, older or of fewer tokens."""
+        """See `Brancher`: what followed other occurrences, older ones or shorter matches."""
         found = self.find_all(request.tokens, len(guesses), count + 1)
         return [other for other in found if other[0] != guesses[0]][:count]
 
@@ -76,15 +77,15 @@ class NgramDrafter:
         ends, lengths = (np.concatenate(parts) for parts in zip(*matches, strict=True))
         order, first = np.argsort(-lengths, kind="stable"), [0]
         if count > 1:
-            # Of each token that follows, the first in this order.
+            # Only the first match for each following token is kept.
             first = sorted(np.unique(known[ends[order] + 1], return_index=True)[1].tolist())
         behind = ends[order[first[:count]]] + 1
         found = [known[begin : begin + most].tolist() for begin in behind.tolist()]
         return [(tokens * -(-most // len(tokens)))[:most] for tokens in found]
 
     def _matches(self, known: NDArray[np.int32], count: int) -> list[tuple[Ints, Ints]]:
-        """Where earlier occurrences of the last tokens end, the newest first, and how many of these
-        tokens they share; older ones are left out where they cannot be among the best `count`."""
+        """End positions of earlier occurrences of the last tokens, the newest first, and the length
+        of each match; older ones are left out where they cannot be among the best `count`."""
         matches, behind, block = [], len(known) - 1, BLOCK
         full = min(self.longest, behind)
         backs = np.arange(self.shortest, full)
@@ -107,7 +108,7 @@ class NgramDrafter:
 
 @dataclass(frozen=True, slots=True)
 class HeadDrafter:
-    """The model's own draft layer, which guesses behind each step.
+    """The model's own draft layer (multi-token prediction), which guesses after each step.
 
     Attributes:
         drafts: guesses at a time.
@@ -121,11 +122,11 @@ class HeadDrafter:
         return self.drafts
 
     def guess(self, request: Request, most: int) -> Sequence[int]:
-        """What the last step of the request said."""
+        """The guesses that the request's last step returned."""
         return request.guesses[:most]
 
     def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
-        """See `Brancher`: other first guesses, with nothing behind them."""
+        """See `Brancher`: other first guesses, of one token each."""
         return [[token] for token in request.others if token != guesses[0]][:count]
 
 
@@ -134,7 +135,7 @@ class DraftTotals:
     """Counters of speculative decoding since the engine started.
 
     Attributes:
-        runs: times that a row ran guesses.
+        runs: number of times that a row ran guesses.
         drafted: guesses that ran.
         accepted: those of them that were right.
     """
@@ -152,13 +153,13 @@ class DraftTotals:
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """What rows that decode may run beside their last tokens.
+    """The tokens that decoding rows run, with their guesses.
 
     Attributes:
-        of: request -> its last token and its guesses; no guesses where this step is the one to make
-            them, or where the device does not have the last token.
-        waiting: requests that will have guesses when the step in flight has chosen their last
-            tokens, so that no step should be planned for them before.
+        of: request -> its last token and its guesses; without guesses where this step computes the
+            first ones, or where the device does not have the last token.
+        waiting: requests that will have guesses once the step in flight has finished; no step
+            should be planned for them before that.
     """
 
     of: dict[Request, list[int]]
@@ -178,16 +179,16 @@ class Guesses:
         Args:
             rows: that decode.
             budget: tokens that the step may run.
-            border: multiples of it, counted in a row's tokens, are run up to without guesses: what
-                is kept there must be kept exactly there. None: there are none.
-            pace: says where guesses pay; None: all run.
+            border: guesses do not cross multiples of this number of tokens, because a state
+                snapshot is taken exactly there. None: no such borders.
+            pace: decides where guesses pay; None: all run.
         """
         load = Load(rows=len(rows.requests), rows_context=rows.context)
         room = (budget - load.rows) // max(1, load.rows)
         found = {}
         asked = rows.requests
         for request in asked if pace is None else pace.candidates(asked, load):
-            # The last token of max_tokens is not run, so it needs no draft behind it.
+            # The last token of max_tokens is not run, so no draft follows it.
             left = request.num_prompt + request.max_output - request.planned - 2
             most = min(room, left, drafter.drafts)
             if border is not None:
@@ -206,7 +207,7 @@ class Guesses:
         if drafter.ahead:
             for request in rows.requests:
                 if request not in found:
-                    # It moves on without its guesses.
+                    # The row continues without its guesses.
                     request.guesses = ()
         waiting = frozenset(request for request in found if request.choosing)
         ready = (r for r in found if r not in waiting)

@@ -1,10 +1,10 @@
 """Fault injection for tests.
 
-An engine injects those that CAIRN_FAULT names if CAIRN_ALLOW_FAULTS is 1; with CAIRN_FAULT alone it
-refuses to start, so that no variable left in an environment makes a serving engine fail.
+An engine injects the faults that CAIRN_FAULT names if CAIRN_ALLOW_FAULTS is 1; with CAIRN_FAULT
+alone it refuses to start, so that no variable left in an environment makes a serving engine fail.
 
 CAIRN_FAULT is "stall:SECONDS@STEP" (the step takes that much longer), "raise@STEP" (it raises) or
-"die@STEP" (the process is killed), with a list divided by commas for several. Steps count from 1.
+"die@STEP" (the process is killed), or several of these separated by commas. Steps count from 1.
 """
 
 from __future__ import annotations

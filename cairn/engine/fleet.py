@@ -1,4 +1,4 @@
-"""Several engines of one model behind one client: replicas. No torch here."""
+"""Replicas: several engines of one model behind one client. No torch here."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ log = get_logger(__name__)
 
 STARTS_ALLOWED = 3
 STARTS_SECONDS = 600.0
-"""A replica that has ended is started again so often within this time; then it is given up."""
+"""A replica that ended is restarted at most STARTS times within this many seconds; then it is given
+up."""
 PAUSE_SECONDS = 1.0
-"""Between the end of a replica and its next start: a device frees its memory."""
+"""Pause before a restart, in which the device frees the memory of the ended process."""
 LAST_WORDS_SECONDS = 2.0
 COME_AGAIN_SECONDS = 5
-"""Told to clients while no replica serves."""
+"""Retry-After of responses while no replica serves."""
 SEED_BITS = 64
 
 
 @dataclass(eq=False)
 class Replica:
-    """A place for an engine.
+    """A replica: a place for an engine, which may be restarted.
 
     Attributes:
-        client: the engine that is there now.
+        client: the current engine.
         ended: why the last one ended; None while one serves.
-        lost: it is not started again.
-        starts: when it was started again, newest last.
+        lost: it will not be restarted.
+        starts: times of its restarts, newest last.
     """
 
     client: EngineClient
@@ -54,11 +55,11 @@ class Replica:
 
     @property
     def down(self) -> EngineDead | None:
-        """Why it does not serve; None: it does, or has not yet."""
+        """Why it does not serve; None: it serves, or has not started yet."""
         return self.client.dead or self.ended
 
     def may_start(self) -> bool:
-        """Whether it may be started once more."""
+        """Whether it may be restarted."""
         old = time.monotonic() - STARTS_SECONDS
         return len(self.starts) < STARTS_ALLOWED or self.starts[0] < old
 
@@ -67,19 +68,19 @@ class Fleet:
     """Replicas, with the interface of one EngineClient.
 
     Every prompt goes to one replica with all its continuations, see `Router`. Requests without a
-    seed get the one that a single engine would give them, so which replica serves a request changes
-    no token. A replica that ends fails its own requests and is started again.
+    seed get the one that a single engine would give them, so the choice of a replica does not
+    change tokens. A replica that ends fails its own requests and is restarted.
 
     Args:
-        make: gives an engine that has not been started, by the number of its replica.
-        replicas: how many, at least 2.
-        balance: how prompts are shared out.
+        make: creates an engine, not started yet, for a replica index.
+        replicas: number of replicas, at least 2.
+        balance: the routing policy, see `Router`.
         seed: base of the seeds, EngineOptions.seed.
-        meeting: a folder that is removed at the end, by which replicas that share experts meet; of
-            these none goes on without the others, and none is started again. None: each has all.
+        meeting: a temporary folder with the rendezvous file of replicas that share experts; these
+            end together and are not restarted. None: each replica has all experts.
 
     Attributes:
-        info: what the engines are, after `start`; the longest sequence is that which all can serve.
+        info: what the engines are, after `start`; max_model_len is the smallest of all.
         phases: seconds of the start-up by phase, of the slowest replica.
     """
 
@@ -111,8 +112,8 @@ class Fleet:
             on_phase: called with the name and the seconds of every phase that all have ended.
 
         Raises:
-            BadModel, BadConfig, OutOfMemory, EngineDead: what the first one that fails raises; the
-                others are ended.
+            BadModel, BadConfig, OutOfMemory, EngineDead: the error of the first replica that fails;
+                the others are ended.
         """
         told = partial(self._phase_ended, on_phase)
         starting = [asyncio.create_task(engine.start(told)) for engine in self.engines]
@@ -134,7 +135,7 @@ class Fleet:
 
     @property
     def engines(self) -> tuple[EngineClient, ...]:
-        """One for each replica, those that have ended and those that are starting included."""
+        """The client of each replica, including ended and starting ones."""
         return tuple(replica.client for replica in self._replicas)
 
     @property
@@ -145,7 +146,7 @@ class Fleet:
 
     @property
     def dead(self) -> EngineDead | None:
-        """Why no replica serves; None: one does, or none has started yet."""
+        """Why no replica serves; None: one serves, or none has started yet."""
         down = self.down
         if len(down) < len(self._replicas):
             return None
@@ -157,7 +158,7 @@ class Fleet:
 
     @property
     def step_age(self) -> float:
-        """Seconds since the step in flight began on the replica where they are fewest."""
+        """The smallest `step_age` of all replicas."""
         return min((e.step_age for e in self.engines if e.serving), default=0.0)
 
     @property
@@ -190,14 +191,14 @@ class Fleet:
         while serving:
             loads = {i: engine.load for i, engine in serving.items()}
             fitting = [i for i, (live, bound) in loads.items() if live + params.n <= bound]
-            # Where none has room, the one chosen says so.
+            # If none has room, the chosen one raises Busy.
             chosen = self._router.choose(keys, {i: loads[i][0] for i in fitting or loads})
             try:
                 submission = serving[chosen].submit(
                     prompt, seeded, priority, request_id, media, transfer
                 )
             except EngineDead:
-                # It has just ended, and its watchdog has not seen it yet.
+                # It has just ended, and its watchdog has not noticed yet.
                 del serving[chosen]
                 continue
             self._router.note(chosen, keys)
@@ -206,9 +207,9 @@ class Fleet:
         raise self.dead or EngineDead("no replica serves now", None, COME_AGAIN_SECONDS)
 
     async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Ask all replicas that serve to do something beside serving; their answers by number.
+        """`EngineClient.call` on all serving replicas; their answers by replica index.
 
-        Raises what `EngineClient.call` raises on any of them.
+        Raises the errors of `EngineClient.call`.
         """
         serving = {str(i): engine for i, engine in enumerate(self.engines) if engine.serving}
         if not serving:
@@ -237,14 +238,14 @@ class Fleet:
             shutil.rmtree(self._meeting, ignore_errors=True)
 
     async def _keep(self, number: int) -> None:
-        """Start the replica again whenever it has ended, until it may not be any more."""
+        """Restart the replica whenever it ends, as often as allowed."""
         assert self._router is not None
         replica = self._replicas[number]
         serves = True
         while serves:
             replica.ended = await replica.client.died()
             self._router.forget(number)
-            # What is left of the process must free the device.
+            # The old process must be gone, so that the device is free.
             await replica.client.stop(LAST_WORDS_SECONDS)
             serves = self._meeting is None and await self._start_again(number, replica)
         log.error("replica %d is given up", number)
@@ -253,7 +254,7 @@ class Fleet:
             self._over.set()
 
     async def _start_again(self, number: int, replica: Replica) -> bool:
-        """Try it as often as allowed; returns whether the replica serves."""
+        """Try to restart it as often as allowed; returns whether it serves."""
         while replica.may_start():
             await asyncio.sleep(PAUSE_SECONDS)
             replica.starts.append(time.monotonic())
@@ -279,4 +280,4 @@ class Fleet:
 
 
 Engine = EngineClient | Fleet
-"""What the server talks to."""
+"""The engines that a server can use."""

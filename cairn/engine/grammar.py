@@ -45,7 +45,7 @@ PROBE_SECONDS = 0.25
 MAX_MESSAGE = 400
 DEAD_END = "no token can continue the output"
 
-# A mask takes at most some 15 ms of a core, and a matcher's lexer some 50 MB.
+# Computing a mask takes at most about 15 ms of a core, and a matcher's lexer about 50 MB.
 _LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_lexer_states": 50_000}
 # Forcing the one possible continuation would need the tokenizer's own splitting of it.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -61,7 +61,7 @@ Words = NDArray[np.int32]
 
 
 class TokenTable(Protocol):
-    """What grammars need of a tokenizer."""
+    """The part of a tokenizer that grammars need."""
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of an id; empty for an id without a token."""
@@ -92,7 +92,7 @@ class Vocabulary:
 
 
 class GrammarState:
-    """Where one output stands in its grammar. Made by `GrammarCompiler.compile`.
+    """The state of one output in its grammar. Made by `GrammarCompiler.compile`.
 
     Args:
         matcher: at the point reached.
@@ -131,7 +131,8 @@ class GrammarState:
         return found
 
     def accept(self, token: int) -> None:
-        """Go on by one token. A token that the mask does not allow is an error of the state."""
+        """Advance by one token. A token that the mask does not allow puts the state into an
+        error."""
         if self.error is None and not self._matcher.consume_token(token):
             self._fail()
         self._mask = self._find_mask()
@@ -170,8 +171,8 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocab_size = len(vocabulary.tokens)
-        # The sign of the end is an id that no model has: whether and with which ids an output
-        # ends is the request's business.
+        # The end-of-sequence id is one that no model has: the request decides which ids end an
+        # output.
         self._tokenizer = LLTokenizer(_Wrapper(vocabulary), eos_token=[self.vocab_size])
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
@@ -210,7 +211,7 @@ class GrammarCompiler:
                 break
             allowed = np.flatnonzero(unpack(state.mask()))
             state.accept(int(allowed[draw.randrange(len(allowed))]))
-        # A dead end lies on one path of many: another output may not meet it.
+        # A dead end is on one of many paths: other outputs may avoid it.
         if state.error != DEAD_END:
             _check(grammar, state)
 
@@ -370,7 +371,7 @@ def _ebnf(grammar: Grammar) -> str:
 
 
 class _Wrapper:
-    """A vocabulary as llguidance wants to see it."""
+    """A vocabulary with the interface that llguidance expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 def check_host_cache(
     config: EngineConfig, schema: CacheSchema, plan: MemoryPlan, free: int
 ) -> None:
-    """Refuse host memory that is not there, which is handed out when it is first written, or that
-    holds nothing.
+    """Check the size of the host cache: that the host has the memory (which the OS would only
+    notice at the first write), and that it holds at least one record.
 
     Args:
         free: bytes of host memory that are free, before pages on the CPU take theirs.
@@ -42,8 +42,8 @@ def check_host_cache(
 
 
 def host_counts(config: EngineConfig, schema: CacheSchema, plan: MemoryPlan) -> tuple[int, ...]:
-    """Places for records in host memory: of each kind in proportion to those on the device; none
-    where pages themselves lie there.
+    """Number of records in host memory by kind, in proportion to those on the device; none where
+    the pages themselves are in host memory.
 
     Raises:
         BadConfig: not one record of each kind fits, or no record has bytes.
@@ -72,7 +72,7 @@ def host_counts(config: EngineConfig, schema: CacheSchema, plan: MemoryPlan) -> 
 def host_records(
     config: EngineConfig, plan: MemoryPlan, pools: CachePools, group: Group
 ) -> HostRecords | None:
-    """Places for the records of a rank in host memory; None: it is not used."""
+    """The host memory for a rank's records; None: not used."""
     counts = host_counts(config, pools.schema, plan)
     if not any(counts):
         return None
@@ -84,5 +84,5 @@ def host_records(
 
 
 def host_cache(records: HostRecords | None, executor: Executor) -> HostCache | None:
-    """The ledger of these records, which the executor moves."""
+    """The ledger of these records; the executor moves them."""
     return None if records is None else HostCache(records.counts, executor.move)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 
-# Numbers of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 KEPT_BYTES = 512 << 20
-"""Freed bytes at the end of the heap that are not given back."""
+"""Freed bytes at the end of the heap that are kept instead of returned to the OS."""
 
 KERNELS_KEPT = 128
-"""Compiled products that oneDNN keeps. Every number of rows is a product of its own, of a third of
-a megabyte or more; 128 hold those of some twenty numbers of rows, and a product that is made anew
-costs far less than a prefill step."""
+"""Compiled matrix products that oneDNN caches. Each number of rows needs its own, of a third of a
+megabyte or more; 128 are enough for some twenty numbers of rows, and compiling one again costs far
+less than a prefill step."""
 _CAPACITIES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 
 

@@ -43,7 +43,7 @@ def _warn_of_repeated_items() -> None:
 
 
 def _write_names(path: str, part: dict[str, Any]) -> None:
-    """`propertyNames` as the properties that are left."""
+    """Rewrite `propertyNames` by the properties that it allows."""
     names = part.pop("propertyNames")
     if names is True or names == {} or names == {"type": "string"}:
         return
@@ -80,7 +80,7 @@ def _compiled(path: str, pattern: Any) -> re.Pattern[str]:
 
 
 def _write_not(path: str, part: dict[str, Any]) -> None:
-    """`not` as what is left: other types, other values, or properties that must be absent."""
+    """Rewrite `not` by its complement: other types, other values, or absent properties."""
     denied = part.pop("not")
     if denied is False:
         return
@@ -105,7 +105,7 @@ def _other_types(denied: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str
     if "number" in out:
         out.add("integer")
     elif "integer" in out and "number" in own:
-        # Numbers that are no integers have no keyword.
+        # No keyword describes numbers that are not integers.
         return None
     return {"type": [kind for kind in own if kind not in out]}
 

@@ -47,14 +47,14 @@ STATS_SECONDS = 0.2
 """Totals are put together at most this often while steps run."""
 
 ROUND_SECONDS = 0.005
-"""Between two rounds of engines that share experts while none of them has work."""
+"""Pause between rounds of engines that share experts while none of them has work."""
 
 LEDGER_SECONDS = 1.0
 """Idle seconds after which the page bookkeeping is checked."""
 
 
 class Vitals(Protocol):
-    """What heartbeats tell; their thread only reads it."""
+    """The state that heartbeats report; the heartbeat thread only reads it."""
 
     stats: Stats
     step_began: float | None
@@ -62,7 +62,7 @@ class Vitals(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A continuation with what the client knows of it: its name, and how many tokens it has."""
+    """A continuation with its name and the number of tokens already sent to the client."""
 
     continuation: Continuation
     id: str
@@ -72,7 +72,7 @@ class _Part:
 
 
 class EngineLoop:
-    """Serves what the client asks, until it says stop.
+    """Serves the client's messages until it sends Stop.
 
     Args:
         built: the engine.
@@ -112,11 +112,11 @@ class EngineLoop:
         }
 
     def run(self) -> None:
-        """Serve until a Stop message; what runs then is dropped.
+        """Serve until a Stop message; running requests are dropped then.
 
         Raises:
             InvariantError: an internal bookkeeping rule was broken.
-            EngineDead: steps fail one after the other.
+            EngineDead: several consecutive steps failed.
         """
         with suppress(EnginesStopped):
             while self._intake():
@@ -148,8 +148,8 @@ class EngineLoop:
                     return False
 
     def _rest(self) -> None:
-        """Wait for a message; in the meantime capture graphs, one between two looks for a message,
-        then account for the pages and end a profile that lags."""
+        """Wait for a message. Meanwhile capture graphs, one at a time, then check the page ledger
+        and end an overdue profile."""
         self._refresh_stats()
         self._moved, self._moved_parts = [], []
         if self._captures:
@@ -176,7 +176,7 @@ class EngineLoop:
             rounds, step = self._rounds, self._core.step
             moved = step() if rounds is None else rounds.around(step)
             if moved is not self._moved:
-                # Steps that only decode give the same list again and again.
+                # Decode-only steps return the same list object again and again.
                 self._moved = moved
                 self._moved_parts = [self._parts[c.request.id] for c in moved]
             changed = self._moved_parts
@@ -256,13 +256,14 @@ class EngineLoop:
             self._deltas.append(self._delta(part))
 
     def _delta(self, part: _Part) -> Delta:
-        """What the client has not been told of a continuation; forgets it when it has ended."""
+        """The Delta of what the client does not know yet of a continuation; forgets the
+        continuation when it has ended."""
         continuation, sent = part.continuation, part.sent
         stream = continuation.stream
         output = stream.output
         part.sent = len(output.token_ids)
         if part.told and output.finish_reason is None and not stream.reports:
-            # Most deltas by far: a step has one for every row.
+            # The most frequent case: a step has one such delta per row.
             return Delta(part.id, part.index, stream.take(), tuple(output.token_ids[sent:]))
         first = not part.told and part.index == 0
         part.told = True
@@ -295,7 +296,7 @@ class EngineLoop:
             del self._requests[part.id]
 
     def _publish(self) -> None:
-        """Send what there is to tell, in one message."""
+        """Send all new deltas in one message."""
         if self._deltas:
             self._send(Outputs(self._deltas))
             self._deltas = []
@@ -310,7 +311,7 @@ class EngineLoop:
             self._send(Reply(call.number, error=f"no method {call.method!r}", status=400))
 
     def _tell_reading(self) -> None:
-        """Tell how far the prompts are that no token follows yet."""
+        """Report the progress of prompts that are still being prefilled."""
         read = {
             part.id: part.continuation.request.computed
             for part in self._parts.values()
@@ -320,13 +321,14 @@ class EngineLoop:
             self._send(Reading(read))
 
     def _answer(self, number: int, work: Callable[[], Any]) -> None:
-        """Reply with what the work gives, or with why it failed."""
+        """Reply with the result of `work`, or with its error."""
         with self._failures_replied(number):
             self._send(Reply(number, work()))
 
     @contextmanager
     def _failures_replied(self, number: int) -> Iterator[None]:
-        """Whatever is raised inside is the reply to the call, and goes no further."""
+        """Context manager: an exception inside becomes the reply to the call and is not
+        propagated."""
         try:
             yield
         except CairnError as error:
@@ -361,7 +363,7 @@ class EngineLoop:
         return examine(self._core.cache, leases)
 
     def _audit(self) -> None:
-        """Account for every page while nothing runs."""
+        """Check the page ledger while nothing runs."""
         report = self._examine()
         self._leaked = len(report.leaked) + (len(report.window.leaked) if report.window else 0)
         self._audited = True
@@ -383,7 +385,7 @@ class EngineLoop:
         }
 
     def _refresh_stats(self) -> None:
-        """Put the totals together, here in the loop's thread, where nothing changes meanwhile."""
+        """Compute the totals, in the loop's thread, so that nothing changes meanwhile."""
         self._stats_due = time.monotonic() + STATS_SECONDS
         scheduler, cache, runner = self._core.scheduler, self._core.cache, self._built.runner
         known = {f.name for f in fields(self._core.stats)}

@@ -21,24 +21,24 @@ SNAPSHOT_SHARE = 0.3
 Lines = tuple[tuple[str, int], ...]
 
 QUERIES_AT_ONCE = 512
-"""For the pages of so many queries there are frames, even if there are fewer pages, where memory
-allows it: these are attended at once."""
+"""Queries that attend to host pages at once: there are frames for the selected pages of this many
+queries, if memory allows."""
 WINDOW_SHARE = 8
-"""One page in so many of a cached prefix keeps that of the window layers too, where these have a
-pool of their own: what a window needs at the ends of prefixes of 5000 tokens."""
+"""One in this many pages of cached prefixes has a page of the window layers' own pool too: enough
+for the windows at the ends of prefixes of 5000 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a GPU holds beside the pages, in bytes. Nothing here is guessed: what was not measured
-    is 0.
+    """GPU memory used besides the pages, in bytes. Nothing is guessed: values that were not
+    measured are 0.
 
     Attributes:
-        total: all of the device.
+        total: memory of the device.
         others: CUDA itself, compiled kernels and other processes.
         weights: the model's parameters.
-        activations: what the largest steps took at once.
-        graphs: what the graphs of all decode steps keep.
+        activations: peak memory of the largest steps.
+        graphs: memory that the graphs of all decode steps keep.
     """
 
     total: int
@@ -49,7 +49,7 @@ class Usage:
 
     @property
     def taken(self) -> int:
-        """Everything but pages."""
+        """Everything except pages."""
         return self.others + self.weights + self.activations + self.graphs
 
     def __str__(self) -> str:
@@ -68,9 +68,9 @@ class Room:
     """Memory for pages.
 
     Attributes:
-        bytes: how much; not above 0 where the rest does not fit already.
+        bytes: available bytes; 0 or less if the rest alone does not fit.
         flag: the option that sets it.
-        usage: what else a GPU holds; None on the CPU.
+        usage: other memory in use on a GPU; None on the CPU.
     """
 
     bytes: int
@@ -87,14 +87,15 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class PageBytes:
-    """What a page takes, and the state of a sequence.
+    """Bytes of a page, and of a sequence's recurrent state.
 
     Attributes:
-        shared: all fields of the layers that keep pages as long as their sequence.
-        window: of those that keep the pages under their window alone; 0: there are none.
-        reach: pages before its own that a query of theirs touches.
-        row: state of one sequence in all recurrent layers.
-        host: in host memory; 0: nothing lies there.
+        shared: bytes per page of the layers that keep all pages of a sequence.
+        window: bytes per page of the layers that keep only the pages inside their window; 0: no
+            such layers.
+        reach: pages before its own that a query of these layers reads.
+        row: bytes of one sequence's state in all recurrent layers.
+        host: bytes per page in host memory (host tier); 0: none.
         selected: frames that a query needs of each head; a frame of all layers takes `host` bytes.
     """
 
@@ -115,18 +116,18 @@ class PageBytes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How many pages there are and how long a sequence may be.
+    """The number of pages and the longest sequence.
 
     Attributes:
         num_pages: pages of the pool.
         bytes_per_page: keys, values and summaries of all layers that share the pages.
         window_pages: pages of the window layers' own pool, 0 without one.
         bytes_per_window_page: fields of those layers.
-        states: sequences whose state there is memory for: running rows, one for padding, snapshots.
+        states: number of recurrent states in memory: running rows, one for padding, snapshots.
         snapshots: of these, those kept at page borders of cached prefixes.
         bytes_per_state: state of one sequence in all recurrent layers; 0 without such layers.
-        frames: on the device, for pages in host memory; 0: none lies there.
-        bytes_per_host_page: of a page in host memory, and of a frame, over all layers.
+        frames: frames on the device for pages in host memory; 0: no host tier.
+        bytes_per_host_page: bytes of a page in host memory, and of a frame, over all layers.
         max_model_len: longest sequence in user tokens, prompt and output together.
         flag: the option that changes how many pages there are, as a command line has it.
         choices: the automatic values with their reasons.
@@ -147,12 +148,12 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of all pages in host memory."""
+        """Bytes of all pages in host memory."""
         return self.num_pages * self.bytes_per_host_page
 
     @property
     def group_pages(self) -> tuple[int, ...]:
-        """Pages by page group."""
+        """Number of pages by page group."""
         return (self.num_pages, self.window_pages) if self.window_pages else (self.num_pages,)
 
     def table(self, weights: int, usage: Usage | None) -> Lines:
@@ -160,7 +161,7 @@ class MemoryPlan:
 
         Args:
             weights: bytes of the weights.
-            usage: what a GPU holds beside the pages; None on the CPU.
+            usage: GPU memory used besides the pages; None on the CPU.
         """
         pages = self.num_pages * self.bytes_per_page
         own = self.window_pages * self.bytes_per_window_page
@@ -185,7 +186,7 @@ def room_for_pages(config: EngineConfig, usage: Usage | None) -> Room:
 
     Args:
         config: resolved options.
-        usage: what the GPU holds beside the pages, as far as it is known; None on the CPU.
+        usage: GPU memory used besides the pages, as far as it is known; None on the CPU.
 
     Raises:
         OutOfMemory: the GPU has less left than `kv_cache_memory` asks for.
@@ -206,7 +207,7 @@ def room_for_pages(config: EngineConfig, usage: Usage | None) -> Room:
 
 
 def check_length(options: EngineOptions, model: ModelSpec) -> None:
-    """Refuse a context that the model was not made for.
+    """Refuse a max_model_len beyond the model's limit.
 
     Raises:
         BadConfig: naming the longest.
@@ -226,12 +227,12 @@ def plan_memory(
     page_bytes: PageBytes,
     room: Room,
 ) -> MemoryPlan:
-    """Pages that the room holds, never more than all rows at full length can use, beside the states
-    of all rows and of snapshots.
+    """Plan the pages that fit into `room`, next to the states of all rows and of snapshots; never
+    more than all rows at full length can use.
 
     Args:
-        page_bytes: what a page takes.
-        room: what pages may take together.
+        page_bytes: bytes of a page.
+        room: memory for pages.
 
     Raises:
         BadConfig: `max_model_len` is longer than the model was made for.
@@ -294,7 +295,7 @@ def plan_memory(
 
 
 def _host_pages(least: int, page_bytes: PageBytes, config: EngineConfig) -> int:
-    """Pages that host memory holds."""
+    """Number of pages in host memory."""
     found = config.kv_host_memory // page_bytes.host
     if found < least:
         raise OutOfMemory(
@@ -308,7 +309,7 @@ def _host_pages(least: int, page_bytes: PageBytes, config: EngineConfig) -> int:
 def _snapshots(
     room: int, page_bytes: PageBytes, config: EngineConfig, choices: list[Choice]
 ) -> int:
-    """Snapshots of states that a share of the room holds."""
+    """Number of state snapshots that fit into SNAPSHOT_SHARE of the room."""
     if not (page_bytes.row and config.enable_prefix_caching):
         return 0
     count = int(room * SNAPSHOT_SHARE) // page_bytes.row
@@ -321,8 +322,8 @@ def _snapshots(
 
 
 def check_host(plan: MemoryPlan, free: int) -> None:
-    """Refuse pages that the host has no memory for. It hands memory out when a page is first
-    written: an engine that began with more would be killed in the middle of its work.
+    """Refuse more pages than the host has memory for. The OS assigns memory at the first write: an
+    engine with too many pages would be killed while serving.
 
     Raises:
         OutOfMemory: naming the largest size.
@@ -336,8 +337,8 @@ def check_host(plan: MemoryPlan, free: int) -> None:
 
 
 def pages_in(room: int, page_bytes: PageBytes, config: EngineConfig) -> int:
-    """Pages that so many bytes hold, with states of all rows and of snapshots, and as many pages of
-    window layers as those need."""
+    """Number of pages that fit into `room` bytes, next to the states of all rows and of snapshots
+    and the window layers' pages."""
     room -= (config.max_num_seqs + 1) * page_bytes.row
     room -= _snapshots(max(0, room), page_bytes, config, []) * page_bytes.row
     return _Pools.of(page_bytes, config).divide(max(0, room), 1, max(0, room))[0]
@@ -345,12 +346,12 @@ def pages_in(room: int, page_bytes: PageBytes, config: EngineConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Pools:
-    """How memory is divided between pages and window layers' own pages.
+    """Division of memory between pages and the window layers' own pages.
 
     Attributes:
-        page_bytes: what a page of each takes.
-        step: window pages that one sequence holds at most: those of the largest step and those
-            under the window before it.
+        page_bytes: bytes of a page of each.
+        step: most window pages of one sequence: those of the largest step and those of the window
+            before it.
     """
 
     page_bytes: PageBytes
@@ -358,12 +359,12 @@ class _Pools:
 
     @classmethod
     def of(cls, page_bytes: PageBytes, config: EngineConfig) -> _Pools:
-        """For the steps of this engine."""
+        """The division for this engine's steps."""
         chunk = config.chunked_prefill_size // config.page_size
         return cls(page_bytes, page_bytes.reach + chunk + 2)
 
     def need(self, pages: int) -> int:
-        """Bytes that one sequence of so many pages needs."""
+        """Bytes that one sequence of `pages` pages needs."""
         return self._bytes(pages, min(pages, self.step))
 
     def divide(self, room: int, least: int, useful: int) -> tuple[int, int]:
@@ -381,13 +382,13 @@ class _Pools:
         return pages, min(pages, left // self.page_bytes.window)
 
     def frames(self, room: int, pages: int, window_pages: int) -> int:
-        """Those that fit beside so many pages and could be used."""
+        """Number of frames that fit next to these pages, no more than can be used."""
         left = room - pages * self.page_bytes.shared - window_pages * self.page_bytes.window
         most = max(pages, QUERIES_AT_ONCE * self.page_bytes.selected)
         return min(most, left // self.page_bytes.host)
 
     def _beside_frames(self, room: int) -> int:
-        """Window pages that fit beside as many frames, or the fewest."""
+        """Number of window pages that fit next to as many frames, at least the minimum."""
         fewest = self.page_bytes.selected * self.page_bytes.host
         half = max(room // 2, min(room - fewest, self.step * self.page_bytes.window))
         return min(half, room - fewest) // self.page_bytes.window

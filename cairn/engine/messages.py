@@ -1,4 +1,4 @@
-"""What passes between the API process and the engine process, as msgspec structs in MessagePack.
+"""Messages between the API process and the engine process: msgspec structs in MessagePack.
 
 Nothing is pickled. Every message is one frame; its tag says which struct it is. Token ids travel
 as the bytes of little-endian int32.
@@ -23,23 +23,24 @@ TO_ENGINE, FROM_ENGINE = "to-engine", "from-engine"
 """Names of the two sockets in their private folder; the client binds both."""
 
 UNPACKED_AT_ONCE = 256
-"""Positions; who takes them one by one does not wait for all of them."""
+"""Positions decoded at once, so that a consumer that takes them one by one does not wait for
+all."""
 
 HEARTBEAT_SECONDS = 0.5
 """Time between two heartbeats of the engine process."""
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What the engine process reads from its standard input, as JSON, before anything else.
+    """The engine process's start-up message, JSON on its standard input.
 
     Attributes:
         model: the model folder.
-        options: as the user gave them.
+        options: the user's options.
         parent: process id of the client; the engine does not outlive it.
-        log_level: of the `cairn` logger; None: as the environment says.
+        log_level: level of the `cairn` logger; None: from the environment.
         replica, replicas: number of this engine among those that share the machine, from 0, and how
             many they are.
-        meeting: a file by which replicas that share experts meet; None: each has all.
+        meeting: rendezvous file of replicas that share experts; None: each replica has all experts.
     """
 
     model: str
@@ -60,7 +61,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
         params: how to sample.
         priority: smaller goes first.
         media: images and videos of the prompt.
-        transfer: who computes the prompt and who goes on; None: this engine does both.
+        transfer: which engine prefills the prompt and which decodes; None: this engine does both.
     """
 
     id: str
@@ -72,13 +73,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Take requests back, whatever their state; an unknown id may just have ended: ignored."""
+    """Abort requests in any state. Unknown ids are ignored: the request may just have ended."""
 
     ids: list[str]
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Ask the engine to do something beside serving; answered by a `Reply` with the same number.
+    """Call an engine method other than serving; answered by a `Reply` with the same number.
 
     Attributes:
         number: chosen by the caller.
@@ -92,14 +93,14 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End the process: what still runs is aborted."""
+    """End the process; running requests are aborted."""
 
 
 ToEngine = Submit | Abort | Call | Stop
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True):
-    """A phase of the start-up has ended.
+    """Report that a phase of the start-up has ended.
 
     Attributes:
         name: "import", "weights", "profile" (on a GPU), "pages", "tokenizer" or "warmup".
@@ -118,11 +119,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
         max_model_len: longest prompt with its output, in user tokens.
         eos_ids: ids that end an output.
         page_size: slots of a page.
-        landmarks: every page ends in a slot that holds no token.
+        landmarks: whether every page ends in a landmark slot, which holds no user token.
         selecting_layers: layers that select the pages that they read.
-        num_pages: pages of the pool.
+        num_pages: number of pages of the pool.
         max_num_seqs: requests that run at once.
-        has_tokenizer: text can be produced, stop strings and grammars work.
+        has_tokenizer: whether text outputs, stop strings and grammars are supported.
         choices: every automatic choice with its reason, a line each.
         memory: (what, bytes) lines of the memory table.
         memory_flag: the option that changes how many pages there are.
@@ -155,13 +156,13 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, *columns: Any) -> Self:
-        """From ids, values and ranks as sequences or arrays."""
+        """Build it from ids, values and ranks as sequences or arrays."""
         return cls(*(tuple(each.tolist() if hasattr(each, "tolist") else each) for each in columns))
 
 
 class Positions(msgspec.Struct, frozen=True, array_like=True):
-    """`LogprobColumns` as bytes: one struct for each of a million positions would keep streams
-    waiting. Numbers are little-endian: ids and ranks int32, values float32."""
+    """`LogprobColumns` as bytes: a struct for each of a million positions would take too long.
+    Numbers are little-endian: ids and ranks int32, values float32."""
 
     ids: bytes
     values: bytes
@@ -206,7 +207,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         id: the request.
         index: the continuation, 0 .. n-1.
-        text: new text that nothing can take back any more.
+        text: new text, which is final.
         token_ids: new tokens. Their text may come later (stop strings, unfinished characters).
         logprobs: one entry per new token, empty unless asked for.
         selection: one entry per new token, empty unless asked for.
@@ -218,7 +219,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
         timing: on the last delta.
         error: what went wrong, where `finish_reason` is "error" and the cause is known.
         status: HTTP status that goes with `error`.
-        transfer: for the engine that goes on; on continuation 0's last delta.
+        transfer: for the decoding engine; on continuation 0's last delta.
     """
 
     id: str
@@ -238,7 +239,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """What several steps added to one continuation, in order, as if one had."""
+    """Join the deltas of one continuation from several steps into one."""
     last = deltas[-1]
     if len(deltas) == 1:
         return last
@@ -254,7 +255,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """Everything that one step produced."""
+    """All deltas of one step."""
 
     deltas: list[Delta]
 
@@ -265,20 +266,20 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         running, waiting: continuations in each state.
         pages_total, pages_free, pages_cached: of the pool; cached pages can be evicted.
-        pages_leaked: pages that are neither free, cached nor owned; counted when idle.
-        window_pages_total, window_pages_free, window_pages_cached: the same of the window layers'
-            own pool, all 0 in a model without one.
+        pages_leaked: pages that are neither free, cached nor leased; counted when idle.
+        window_pages_total, window_pages_free, window_pages_cached: the same for the window layers'
+            own pool; all 0 without such layers.
         host_pages_total, host_pages_kept: places for pages in host memory, and pages there.
         host_records_stored, host_records_loaded, host_records_damaged: moved into host memory, out
             of it, and found damaged there.
         load_failures: requests whose records did not all come from another engine.
         prefix_queries, prefix_hits: prompt tokens looked up in and taken from the prefix cache.
         prompt_tokens, generated_tokens: of all requests.
-        preemptions: requests whose pages were taken back for a while.
-        draft_runs, drafted_tokens, accepted_tokens: times that a row ran guesses, these, and those
-            of them that were right.
+        preemptions: requests that were retracted because pages ran out.
+        draft_runs, drafted_tokens, accepted_tokens: number of times that a row ran guesses, guesses
+            run, and guesses accepted.
         steps: forward passes.
-        model_seconds, host_seconds: inside the model and beside it.
+        model_seconds, host_seconds: inside the model and outside of it.
         decode_stall_seconds: how long rows that decode waited for prefill of others in their step.
         selecting_queries, pages_selected: queries of layers that select, and the pages that they
             selected.
@@ -321,7 +322,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """Sent twice a second by a thread of its own: the process lives.
+    """Sent twice a second by a separate thread as a sign of life.
 
     Attributes:
         step_age: seconds since the step in flight began; 0 when none runs.
@@ -333,10 +334,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reading(msgspec.Struct, frozen=True, tag=True):
-    """How far prompts are that are being read.
+    """Progress of prompts that are being prefilled.
 
     Attributes:
-        read: by request, tokens of its prompt that have been computed or were cached.
+        read: by request, number of prompt tokens that are computed or cached.
     """
 
     read: dict[str, int]
@@ -352,12 +353,12 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """The engine ends; nothing follows.
+    """The engine's last message: it ends.
 
     Attributes:
         reason: cause and remedy, one line.
         kind: name of the class in `cairn.errors`.
-        exit_code: 2 for what the user gave (a bad model or option), 1 for everything else.
+        exit_code: 2 for user errors (a bad model or option), 1 otherwise.
     """
 
     reason: str
@@ -374,7 +375,8 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> array[int]:
-    """Inverse of `pack_ids`. Not a list: walking a million numbers would keep streams waiting."""
+    """Inverse of `pack_ids`. An array, because building a list of a million numbers would delay
+    streams."""
     ids = array("i")
     ids.frombytes(data)
     return ids

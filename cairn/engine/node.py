@@ -27,7 +27,7 @@ def serve_node(nodes: Nodes, health: socket.socket | None, say: Callable[[str], 
     """Run this host's ranks until node 0 ends or a signal comes.
 
     Args:
-        nodes: of which this one is not number 0.
+        nodes: this node's index (not 0) and the others.
         health: a listening socket on which /health answers; None: none does.
         say: shows one line.
 
@@ -86,7 +86,7 @@ def _pass_on(
 def _orders(
     connection: socket.socket, processes: list[RankProcess], ended: threading.Event
 ) -> None:
-    """Pass orders on until node 0 is gone, or has been silent for too long."""
+    """Forward orders to the ranks until node 0 is gone or times out."""
     connection.settimeout(SILENCE_SECONDS)
     head = bytearray(FRAME.size)
     try:

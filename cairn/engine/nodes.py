@@ -6,7 +6,7 @@
     node 0 -> node  orders, each behind its length; of length 0: a beat
     node -> node 0  Beat, at last Died
 
-Which side goes, the other one notices: at once by the end of the connection, else by its silence.
+Each side detects that the other is gone: at once when the connection ends, otherwise by a timeout.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ log = get_logger(__name__)
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 5.0
-"""After which a node is taken for gone."""
+"""Seconds without a message after which a node counts as gone."""
 VERSIONS = f"cairn {__version__} with torch {torch.__version__}"
 ORDERS = "cairn/orders"
 """Key of torchrun's store: where node 0 is."""
 
 
 class Challenge(msgspec.Struct, frozen=True, tag=True):
-    """What a Hello must repeat."""
+    """The challenge that a Hello must contain."""
 
     nonce: bytes
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """Who comes.
+    """A node's registration at node 0.
 
     Attributes:
-        nonce: of the challenge.
-        versions: of what runs there.
-        node, nodes: its number, and how many there are.
+        nonce: the challenge's nonce.
+        versions: versions of the software on the node.
+        node, nodes: its index, and the number of nodes.
     """
 
     nonce: bytes
@@ -61,13 +61,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """What a node is to run.
+    """Node 0's reply: what the node has to run.
 
     Attributes:
         store: port of the store at which ranks meet.
         ranks: of all nodes.
         device: kind of device.
-        refused: why it may not; None: it may.
+        refused: why the node is refused; None: accepted.
     """
 
     store: int
@@ -77,7 +77,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The node is there."""
+    """Sign of life of a node."""
 
 
 class Died(msgspec.Struct, frozen=True, tag=True):
@@ -95,8 +95,8 @@ class Link:
 
     Args:
         node: its number.
-        connection: on which it was welcomed.
-        secret: of its frames.
+        connection: the accepted connection.
+        secret: key that signs its frames.
     """
 
     def __init__(self, node: int, connection: socket.socket, secret: bytes) -> None:
@@ -109,7 +109,7 @@ class Link:
 
     @property
     def reason(self) -> EngineDead | None:
-        """Why it is gone; None: it is there."""
+        """Why the node is gone; None: it is connected."""
         return self._reason
 
     def send(self, frame: bytes) -> None:
@@ -147,7 +147,7 @@ class Link:
 
 
 class Meeting:
-    """Where node 0 awaits the others; the port is bound at once.
+    """Node 0's listener for the other nodes; binds the port at once.
 
     Args:
         nodes: of which this one is number 0.
@@ -174,7 +174,7 @@ class Meeting:
         """Wait for all other nodes.
 
         Raises:
-            EngineDead: some have not come in time.
+            EngineDead: some nodes did not register in time.
         """
         nodes, links = self._nodes, dict[int, Link]()
         deadline = time.monotonic() + nodes.seconds
@@ -207,7 +207,7 @@ class Meeting:
         )
 
     def _welcome(self, connection: socket.socket, welcome: Welcome, links: dict[int, Link]) -> int:
-        """Number of the node that has come. Raises WireError if it may not."""
+        """Index of the node that has registered. Raises WireError if it is refused."""
         nodes = self._nodes
         connection.settimeout(SILENCE_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -236,7 +236,7 @@ class Meeting:
 
 
 def join(nodes: Nodes) -> tuple[socket.socket, Welcome]:
-    """Report to node 0, which may come later than this one.
+    """Register at node 0, which may start later than this node.
 
     Raises:
         EngineDead: it cannot be reached in time, or refuses this node.

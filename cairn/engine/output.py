@@ -20,13 +20,13 @@ class OutputStream:
     """One continuation while it grows.
 
     Args:
-        output: what is filled in.
+        output: the output to fill in.
         params: stop conditions and logprobs wanted.
         eos_ids: ids that end the output without showing (empty when they are ignored).
         max_output: tokens that may be generated; 0: the first token ends the output and is no part
             of it.
         tokenizer: None: no text.
-        prompt: prompt tokens; the text goes on behind them.
+        prompt: prompt tokens that the text continues.
 
     Attributes:
         ids: the tokens so far.
@@ -34,7 +34,7 @@ class OutputStream:
         reports: something is reported of every token.
     """
 
-    # Steps walk the streams of all their rows: what they touch of each lies close together.
+    # __slots__: every step visits the streams of all rows, so their fields are kept close together.
     __slots__ = (
         "_detokenizer",
         "_shown",
@@ -63,7 +63,7 @@ class OutputStream:
         self.params = params
         self.eos_ids = frozenset(eos_ids)
         self.max_output = max_output
-        # Mostly one set for all streams.
+        # Mostly the same set for all streams.
         more = params.stop_token_ids
         self.end_ids = self.eos_ids.union(more) if more else self.eos_ids
         self.reports = params.logprobs is not None or params.selection
@@ -84,12 +84,12 @@ class OutputStream:
 
     @property
     def silent(self) -> bool:
-        """A token that does not end the output only joins the others."""
+        """Whether a token that does not end the output only needs to be appended."""
         return self._detokenizer is None and not self.reports
 
     @property
     def left(self) -> int:
-        """Tokens that may still come."""
+        """Number of tokens that may still be generated."""
         return self.max_output - len(self.ids)
 
     def push(
@@ -147,7 +147,7 @@ class OutputStream:
         return reason
 
     def take(self) -> str:
-        """New text that no stop string can take back any more."""
+        """New text that no stop string can remove any more."""
         text, begin = self.output.text, self._shown
         end = len(text)
         if self._stops is not None and self.output.finish_reason is None:
@@ -176,7 +176,7 @@ class OutputStream:
         return found is not None
 
     def _pass_special(self, token: int, may_stop: bool) -> bool:
-        """Look for stop strings at a token that the text leaves out, if it is one."""
+        """Search for stop strings at a special token, which the text leaves out."""
         assert self._stops is not None
         found = self._stops.feed_special(token, may_stop)
         if found is None:

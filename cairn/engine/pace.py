@@ -1,4 +1,5 @@
-"""Decides where guesses pay: the tokens that they are expected to bring against the longer step."""
+"""Decides where guesses pay: weighs the tokens that they are expected to add against the longer
+step."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from cairn.engine.budget import Load, StepTimes
 from cairn.engine.request import Request
 
 FORGET = 0.9
-"""Factor on a row's counts of right and tried guesses each time that it runs some."""
+"""Decay of a row's counts of right and tried guesses each time that it runs guesses."""
 DRIFT = 0.98
-"""The same in each step in which its guesses would not pay, so that it tries again later."""
+"""Decay in each step in which its guesses would not pay, so that it tries again later."""
 RETRY = 256
 """After so many steps in which no row's guesses would pay, some run to measure their cost again."""
 LEARNED = 8
@@ -34,8 +35,8 @@ class Pace:
     refused: int = 0
 
     def candidates(self, requests: Sequence[Request], load: Load) -> list[Request]:
-        """The requests whose own guesses would pay in a step of this load; none before the time of
-        a step without guesses is known."""
+        """The requests whose guesses would pay by themselves in a step of this load; none until the
+        time of a step without guesses is known."""
         step = self.times.decode_seconds(load)
         if step <= 0.0:
             return []
@@ -74,13 +75,14 @@ class Pace:
 
 
 def expected(request: Request, count: int) -> float:
-    """How many of so many guesses of a row will be right, as far as its last ones tell."""
+    """Expected number of right guesses out of `count`, from the row's recent ones."""
     right = (request.right + 1.0) / (request.tried + 2.0)
     return right * (1.0 - right**count) / (1.0 - right)
 
 
 def all_right(request: Request, count: int) -> float:
-    """How likely so many guesses of a row are all right, with the one behind them."""
+    """Estimated probability that `count` guesses of a row, and the one after them, are all
+    right."""
     return float(((request.right + 1.0) / (request.tried + 2.0)) ** (count + 1))
 
 

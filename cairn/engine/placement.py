@@ -1,4 +1,4 @@
-"""What a process takes of a machine that several engines, or ranks of one, share."""
+"""Shares of a machine's cores, memory and GPUs among several engines or ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ THREADS, GPUS = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
 
 def placed(launch: Launch) -> EngineOptions:
-    """Keep to this engine's share of the machine: cores, and GPUs or a part of the host's memory.
+    """Restrict this process to its engine's share of the machine: cores, and GPUs or a part of the
+    host's memory.
 
     Call it before torch is imported: the share is told by environment variables, which processes of
     further ranks inherit. The user's OMP_NUM_THREADS is that of each process.
@@ -22,7 +23,7 @@ def placed(launch: Launch) -> EngineOptions:
         The options for `build`.
 
     Raises:
-        BadConfig: fewer GPUs than the engines take, or a GPU that they would share.
+        BadConfig: fewer GPUs than the engines need, or engines that would share a GPU.
     """
     options, replicas = launch.options, launch.replicas
     ranks = options.tensor_parallel_size
@@ -35,7 +36,7 @@ def placed(launch: Launch) -> EngineOptions:
         return options
     import torch
 
-    # Counts without a context, so that the choice below still has its effect.
+    # Counts GPUs without creating a CUDA context, so that CUDA_VISIBLE_DEVICES still has an effect.
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
     if gpus == 0:
         return _on_host(options, replicas * ranks)
@@ -80,8 +81,8 @@ def check_engines(config: EngineConfig, asked: int | None, engines: int) -> None
     """Raise BadConfig if experts are to be shared with engines that are not there, or on GPUs.
 
     Args:
-        asked: how many the options say.
-        engines: how many there are, this one included.
+        asked: number of engines that the options ask for.
+        engines: number of engines, including this one.
     """
     if (asked or 1) != engines:
         raise BadConfig(

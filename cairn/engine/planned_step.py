@@ -1,4 +1,4 @@
-"""A step while the scheduler plans it."""
+"""A step that the scheduler is planning."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from cairn.runner.step import (
 )
 
 DECODED_PAGES = 4
-"""A row that decodes leaves a snapshot of its state behind every so many pages."""
+"""Pages between snapshots of a decoding row's state."""
 WHOLE_PAGES = 4
-"""From this many pages on a chunk cut to fit a step ends with a page: attention runs faster on
-whole pages, and what is left out no longer matters."""
+"""A prefill chunk of at least this many pages that is cut to fit a step ends at a page border:
+attention runs faster on whole pages, and the lost part is small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,8 @@ class Limits:
 
     Attributes:
         max_rows: requests that run at once.
-        step_slots: slots that one step may run, and one more where a single token fills a page.
-        step_seconds: what a step should take at most while rows decode: prefill is cut to fit.
-            None: no limit.
+        step_slots: most slots of a step (plus one if a single token fills a page).
+        step_seconds: longest desired step while rows decode; prefill is cut to fit. None: no limit.
     """
 
     max_rows: int
@@ -45,11 +44,11 @@ class Limits:
 
 @dataclass(slots=True)
 class PlannedStep:
-    """What a step will run, and for whom.
+    """The work of a step and the requests that it belongs to.
 
     Attributes:
-        budget: slots that it has left.
-        load: what it runs so far, for estimates of its time.
+        budget: remaining slots.
+        load: its work so far, for time estimates.
         opened, grants, decode, work, restored, kept: see `StepPlan`.
         requests: of the rows that decode, then of `work`.
         constrained: index of a choice -> the request that makes it under a grammar.
@@ -67,7 +66,7 @@ class PlannedStep:
     constrained: Mapping[int, Request] = field(default_factory=dict)
 
     def plan(self, step_id: int, closed: Sequence[int]) -> StepPlan:
-        """The plan of this step, which closes some rows first."""
+        """The StepPlan, which first closes the rows `closed`."""
         return StepPlan(
             step_id,
             tuple(closed),
@@ -81,10 +80,10 @@ class PlannedStep:
         )
 
     def room(self, first: int, limits: Limits, times: StepTimes, slots: SlotMap) -> int:
-        """Slots that the step has left for a row's prefill after its first `first` tokens.
+        """Remaining slots for a row's prefill after its first `first` tokens.
 
-        Beside rows that decode it is what the step's seconds allow: at least a page for the first
-        row in order, so that it moves on however short they are; no other gets less than a page.
+        While rows decode it is limited by step_seconds; the first row in order gets at least a
+        page, so that it always makes progress, and other rows get at least a page or nothing.
         """
         if limits.step_seconds is None or self.load.rows == 0:
             return max(0, self.budget)
@@ -98,7 +97,8 @@ class PlannedStep:
         return room
 
     def announce(self, request: Request, cache: PageCache) -> None:
-        """Tell the runner of a row, its state and pages that it does not know yet."""
+        """Add to the plan what the runner does not know yet of a row: the row itself, its state,
+        its pages."""
         if not request.opened:
             self.opened.append(_row_open(request))
             request.opened = True
@@ -114,7 +114,7 @@ class PlannedStep:
             self.restored.append(StateCopy(request.row, snapshot))
 
     def constrain(self, request: Request) -> None:
-        """The work that is added next chooses under its request's grammar, if there is one."""
+        """Mark the work that is added next as constrained if its request has a grammar."""
         if request.grammar is not None:
             number = len(self.decode.row) + sum(work.choices for work in self.work)
             self.constrained = {**self.constrained, number: request}
@@ -128,8 +128,8 @@ class PlannedStep:
         self.budget -= sum(1 + len(guesses) for guesses in work.branches)
 
     def keep_state(self, request: Request, end: int, cache: PageCache) -> None:
-        """Leave a snapshot of a row's state behind its first `end` tokens, which this step
-        completes, where one should be."""
+        """Plan a snapshot of a row's state after its first `end` tokens, which this step completes,
+        if one is due there."""
         lease, per_page = request.lease, cache.slots.tokens_per_page
         if cache.states is None or lease is None or end % per_page:
             return
@@ -160,8 +160,7 @@ def chunk(request: Request, budget: int, cache: PageCache) -> int:
 
 
 def decoded_border(cache: PageCache) -> int | None:
-    """Behind every so many tokens a row that decodes leaves a snapshot of its state; None: it has
-    no state."""
+    """Tokens between state snapshots of a decoding row; None: the model has no states."""
     return None if cache.states is None else DECODED_PAGES * cache.slots.tokens_per_page
 
 

@@ -1,4 +1,4 @@
-"""Requests that wait for something before the scheduler gets them."""
+"""Requests that wait for a grammar or for records before they are scheduled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from cairn.engine.continuation import Continuation
 
 
 class Need(NamedTuple):
-    """What a request waits for, and what to do with it; an exception of either ends the request."""
+    """A future that a request waits for, and a function to call with its result; an exception of
+    either ends the request."""
 
     future: Future[Any]
     take: Callable[[Any], object]
@@ -27,15 +28,15 @@ class Preparing:
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """What they wait for."""
+        """The futures that they wait for."""
         return [need.future for _, needs in self._waiting for need in needs]
 
     def add(self, continuation: Continuation, needs: list[Need]) -> None:
-        """One more."""
+        """Add a continuation."""
         self._waiting.append((continuation, needs))
 
     def join(self) -> tuple[list[Continuation], list[tuple[Continuation, BaseException]]]:
-        """Those that have what they need, and those that will not get it, with the reason."""
+        """The continuations that are ready, and those that failed, with the error."""
         ready, refused, pending = [], [], []
         for continuation, needs in self._waiting:
             if continuation.finished:

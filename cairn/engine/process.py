@@ -1,8 +1,8 @@
 """The engine process: `python -m cairn.engine.process FOLDER`, started by `EngineClient`.
 
-FOLDER holds the two sockets of the client. What to load stands on the standard input. The process
-never outlives its client; it ends with exit code 0 after a Stop, and after a Fatal with the code
-that the Fatal says. torch is imported after the first heartbeat.
+FOLDER holds the two sockets of the client. The start-up message is read from standard input. The
+process never outlives its client; it ends with exit code 0 after a Stop, and with the exit code of
+a Fatal after that. torch is imported after the first heartbeat.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ FLUSH_MILLISECONDS = 1000
 
 
 class Pulse(threading.Thread):
-    """Sends heartbeats, whatever the main thread is doing, and ends the process with its parent.
+    """Thread that sends heartbeats, whatever the main thread is doing, and ends the process when
+    its parent ends.
 
     Attributes:
-        stats: totals to tell.
+        stats: totals to send.
         step_began: when the step in flight began (time.monotonic), None when none runs.
-        fatal: why the process must end, whatever the main thread is doing; None: it need not.
+        fatal: set to end the process, whatever the main thread is doing; None: keep running.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], folder: str, parent: int) -> None:
@@ -103,15 +104,15 @@ def main() -> None:
     """Entry point of the process; never returns."""
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     _die_with_parent(launch.parent)
-    # A signal to the whole group is the client's to handle: it drains, then says stop.
+    # Signals to the process group are handled by the client: it drains, then sends Stop.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     configure(launch.log_level)
     code = serve(sys.argv[1], launch)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is said. Taking a large process down object by object can take seconds, or hang
-    # in a driver.
+    # All messages are sent. A normal interpreter shutdown of a large process can take seconds, or
+    # hang in a driver.
     os._exit(code)
 
 
@@ -136,7 +137,7 @@ def serve(folder: str, launch: Launch) -> int:
         _serve(launch, inbox, send, pulse)
         code = 0
     except BaseException as error:
-        # The client must learn why, whatever it is.
+        # Any exception is reported to the client.
         fatal = fatal_of(error)
         if fatal.exit_code == 1:
             log.error("the engine ends", exc_info=error)
@@ -159,7 +160,7 @@ def _serve(
         began = now
 
     options = placed(launch)
-    # What is imported stays: collections among it would take a tenth of the start.
+    # Imported objects stay alive: garbage collections would take a tenth of the start-up time.
     gc.disable()
     from cairn.distributed.rendezvous import group_of_engines
     from cairn.engine.build import build, ranks_of
@@ -172,7 +173,7 @@ def _serve(
     gc.enable()
 
     def rank_ended(error: EngineDead) -> None:
-        # In a collective with it the main thread may wait for ever.
+        # The main thread may wait for ever in a collective.
         pulse.fatal = fatal_of(error)
 
     faults = faults_of(os.environ)
@@ -196,7 +197,7 @@ def _serve(
 
 
 def ready_of(built: Built) -> Ready:
-    """What the client must know of an engine that is loaded."""
+    """The Ready message of a loaded engine."""
     spec, config, memory, core = built.spec, built.config, built.memory, built.core
     return Ready(
         vocab_size=core.shape.vocab_size,
@@ -217,7 +218,7 @@ def ready_of(built: Built) -> Ready:
 
 
 def fatal_of(error: BaseException) -> Fatal:
-    """How an exception is told to the client: cause and remedy in one line."""
+    """The Fatal message of an exception: cause and remedy in one line."""
     if isinstance(error, BadModel | BadConfig | BadRequest | OutOfMemory):
         return Fatal(_line(str(error)), type(error).__name__, 2)
     if isinstance(error, InvariantError):
@@ -244,7 +245,7 @@ def _line(text: str) -> str:
 def _connect(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, folder: str, name: str
 ) -> zmq.Socket[bytes]:
-    """A socket without bounds on what waits in it: the client bounds the requests instead."""
+    """A socket with an unbounded queue: the client bounds the number of requests instead."""
     socket = context.socket(kind)
     socket.set_hwm(0)
     socket.connect(f"ipc://{folder}/{name}")
@@ -252,7 +253,7 @@ def _connect(
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the client's ends, however it ends."""
+    """Let the kernel kill this process when the client's process ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

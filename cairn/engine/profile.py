@@ -1,4 +1,4 @@
-"""A profile of the next steps: the table of the most expensive ops, and a trace to look at."""
+"""A profile of the next steps: a table of the most expensive ops, and a trace."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class StepProfile:
         return max(0.0, self._deadline - time.monotonic())
 
     def step(self) -> bool:
-        """A step has ended; True when it was the last to record."""
+        """Report the end of a step; True if it was the last to record."""
         self._steps += 1
         return self._steps >= self._wanted or self.seconds_left == 0
 

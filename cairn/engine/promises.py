@@ -10,7 +10,7 @@ from cairn.engine.request import Request
 
 
 class Promises:
-    """The growth of all running requests, worked out once for the requests that a step admits.
+    """The reserved growth of all running requests, computed once per step that admits requests.
 
     Args:
         cache: the pages.
@@ -22,22 +22,23 @@ class Promises:
         self._total: Growth | None = None
 
     def forget(self) -> None:
-        """The running requests have changed."""
+        """Discard the sum: the running requests have changed."""
         self._total = None
 
     def add(self, request: Request) -> None:
-        """One more request runs."""
+        """Add a request that starts to run."""
         if self._total is not None:
             self._total += self._of(request)
 
     def of_all(self, running: Iterable[Request]) -> Growth:
-        """That of these, which are all that run."""
+        """The reserved pages of these requests, which must be all that run."""
         if self._total is None:
             self._total = sum((self._of(request) for request in running), NO_GROWTH)
         return self._total
 
     def _of(self, request: Request) -> Growth:
-        """The rest of its known tokens, and one page more if that can still come to be needed."""
+        """Pages for the rest of a request's known tokens, and one more page if it can still be
+        needed."""
         if request.lease is None:
             return NO_GROWTH
         soon = int(self._slots.pages_for(len(request.tokens))) + 1

@@ -1,4 +1,4 @@
-"""Requests that wait, in the order in which they are admitted."""
+"""The queue of waiting requests, in order of admission."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from cairn.engine.request import Request, State
 
 
 class WaitingQueue:
-    """A heap of requests by their order. Those that finish while they wait stay until they come up,
-    or until they are the half of it: prompts that come and go while the running rows take long must
-    not pile up."""
+    """A heap of requests by their order. Requests that finish while they wait are removed when they
+    come up, or when they are half of the heap, so that aborted requests do not accumulate."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Request]] = []
@@ -21,7 +20,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> Request:
-        """The next one in order; it may be finished."""
+        """The next request in order; it may be finished."""
         return self._heap[0][1]
 
     def push(self, request: Request) -> None:
@@ -29,11 +28,11 @@ class WaitingQueue:
         heapq.heappush(self._heap, (request.order, request))
 
     def pop(self) -> Request:
-        """Take the first one out."""
+        """Remove the first request."""
         return heapq.heappop(self._heap)[1]
 
     def forget_finished(self) -> None:
-        """A waiting request has finished."""
+        """Report that a waiting request has finished."""
         self._finished += 1
         if 2 * self._finished > len(self._heap):
             self._heap = [e for e in self._heap if e[1].state is not State.FINISHED]

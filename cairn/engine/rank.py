@@ -1,8 +1,8 @@
 """The process of a rank above 0: `python -m cairn.engine.rank HOST PORT DEVICE SEAT`.
 
-HOST and PORT are of the store that rank 0 holds, SEAT is a `cairn.engine.ranks.Seat` in JSON. On
-the standard input come orders (`cairn.runner.orders`), each behind its length. It ends with the
-input.
+HOST and PORT are those of rank 0's store, SEAT is a `cairn.engine.ranks.Seat` in JSON. Orders
+(`cairn.runner.orders`) arrive on standard input, each preceded by its length. The process ends with
+its input.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def read(frames: queue.SimpleQueue[bytes]) -> None:
-    """Take orders in as they come, whatever the main thread is doing; end with the input."""
+    """Thread that reads orders as they arrive and ends the process at the end of the input."""
     stream = sys.stdin.buffer
     while len(head := stream.read(FRAME.size)) == FRAME.size:
         frames.put(stream.read(FRAME.unpack(head)[0]))
@@ -66,7 +66,7 @@ def read(frames: queue.SimpleQueue[bytes]) -> None:
 
 
 def follow(frames: queue.SimpleQueue[bytes], group: Group, store: Any) -> None:
-    """Run orders as they come."""
+    """Run orders in sequence."""
     follower: Follower | None = None
     reader = OrderReader()
     while True:

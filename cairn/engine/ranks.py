@@ -1,7 +1,7 @@
-"""The ranks above 0: processes that rank 0 starts, or another node, tells what to run, and ends.
+"""The ranks above 0: processes that rank 0 (or another node) starts, sends orders to, and ends.
 
-Orders go through the standard input of each. Its end is the end of rank 0, however that came about,
-and the process with it: none is left behind.
+Orders are written to the standard input of each. When rank 0 ends in any way, the input ends and
+the process exits, so none is left behind.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ from cairn.runner.orders import FRAME, OrderWriter
 from cairn.specs.nodes import Nodes
 
 WATCHED_EVERY = 0.2
-"""Seconds between two looks at the processes."""
+"""Seconds between checks of the processes."""
 GRACE = 5.0
-"""Seconds that they have to end."""
+"""Seconds within which they must end."""
 CHECKS = "CAIRN_CHECK_RANKS"
 """Environment variable; 1: steps outside of CUDA graphs compare hidden states between the ranks."""
 ERROR, PHASE = "error", "phase"
-"""Keys of the store, each with a rank behind it: why it ended, and what it has done."""
+"""Prefixes of store keys, followed by a rank: why it ended, and which phase it has completed."""
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """The place of a rank.
+    """The place of a rank in its group.
 
     Attributes:
-        rank, ranks: its number, and how many there are.
-        local, here: its number among those of its host, and how many these are.
-        address: of its host, for other ranks.
-        checks: ranks compare what must be equal on all of them, see `Group.expect_equal`.
+        rank, ranks: its index, and the number of ranks.
+        local, here: its index on its host, and the number of ranks there.
+        address: address of its host for other ranks.
+        checks: whether ranks compare values that must be equal on all of them, see
+            `Group.expect_equal`.
     """
 
     rank: int
@@ -65,7 +66,7 @@ class Seat(msgspec.Struct, frozen=True):
         if device.type == "cuda" and self.here == self.ranks:
             shared = dist.PrefixStore("sums", store)
             peers = PeerSums.of(shared, group.backend, self.rank, self.ranks, device)
-            # All ranks use it or none does.
+            # Either all ranks use it or none does.
             if group.least(int(peers is not None), device):
                 group.peers = peers
         return group
@@ -85,7 +86,7 @@ class RankProcess:
 
     def __init__(self, seat: Seat, host: str, port: int, device: str) -> None:
         self.rank = seat.rank
-        # Threads of all ranks together are those of the machine.
+        # The ranks share the machine's threads.
         threads = os.environ.get("OMP_NUM_THREADS", str(threads_of_rank(seat.here)))
         arguments = [host, str(port), device, msgspec.json.encode(seat).decode()]
         try:
@@ -103,7 +104,7 @@ class RankProcess:
             ) from error
 
     def send(self, frame: bytes) -> None:
-        """Tell it. Raises OSError if it is gone."""
+        """Send an order. Raises OSError if the process is gone."""
         stdin = self.process.stdin
         assert stdin is not None
         try:
@@ -113,7 +114,7 @@ class RankProcess:
             raise BrokenPipeError(str(error)) from None
 
     def death(self, store: Any) -> EngineDead | None:
-        """How it ended, as it reported in the store if it did; None: it runs."""
+        """Why it ended, if possible as it reported in the store; None: it runs."""
         code = self.process.poll()
         if code is None:
             return None
@@ -136,13 +137,13 @@ class RankProcess:
 
 
 class Ranks:
-    """The ranks above 0: processes of this host, and those of other nodes; returns when all have
-    come.
+    """The ranks above 0: processes on this host, and those of other nodes. The constructor returns
+    when all have started.
 
     Args:
-        size: of the group, this process included.
-        device: of rank 0.
-        on_death: called by a thread of this object when a rank is gone, once.
+        size: of the group, including this process.
+        device: device of rank 0.
+        on_death: called once, from a thread, when a rank is gone.
         nodes: of which this one is number 0; None: all ranks are here.
 
     Attributes:
@@ -150,7 +151,7 @@ class Ranks:
 
     Raises:
         BadConfig: no process can be started, or the port at which nodes meet is taken.
-        EngineDead: one has ended, or has not come in time.
+        EngineDead: a rank ended, or did not start in time.
     """
 
     def __init__(
@@ -169,12 +170,12 @@ class Ranks:
         self._reason: EngineDead | None = None
         here = size // (1 if nodes is None else nodes.count)
         local = nodes.local if nodes is not None and nodes.launched else (0, here)
-        # Ranks of other nodes are not told.
+        # Ranks of other nodes are excluded.
         checks = nodes is None and os.environ.get(CHECKS) == "1"
         seats = [Seat(rank, size, local[0] + rank, local[1], host, checks) for rank in range(here)]
         self._local = [self._spawn(seat, host, device.type) for seat in seats[1:]]
         self._links: list[Link] = []
-        # Also where nobody calls `close`.
+        # Ends the processes even if `close` is not called.
         self._end = weakref.finalize(self, _end, self._local, self._links)
         try:
             if meeting is not None:
@@ -188,12 +189,12 @@ class Ranks:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def load(self, model: Path, options: EngineOptions) -> None:
-        """Have them load their shares of a model."""
+        """Let the ranks load their shares of a model."""
         self.orders = OrderWriter()
         self.send(self.orders.load(str(model.absolute()), options))
 
     def send(self, order: bytes) -> None:
-        """Tell all of them. Raises EngineDead if one is gone."""
+        """Send an order to all ranks. Raises EngineDead if one is gone."""
         frame = FRAME.pack(len(order)) + order
         told: list[RankProcess | Link] = [*self._local, *self._links]
         for each in told:
@@ -203,7 +204,7 @@ class Ranks:
                 raise self.reason() or EngineDead("the ranks have been ended") from None
 
     def reason(self) -> EngineDead | None:
-        """Why one of them is gone; None: all are there, or have been ended."""
+        """Why a rank is gone; None: all run, or were ended by `close`."""
         if self._ended.is_set():
             return self._reason
         deadline = time.monotonic() + 1.0
@@ -215,9 +216,9 @@ class Ranks:
         return None
 
     def _gone(self) -> EngineDead | None:
-        """Why a rank is gone; None: all are there."""
+        """Why a rank is gone; None: all run."""
         deaths = (process.death(self._store) for process in self._local)
-        # What a rank of another node said itself tells more than the end of its process.
+        # The error that a rank reported itself is more informative than the end of its process.
         said = (self._said(link) or link.reason for link in self._links if link.reason)
         return next(filter(None, (*deaths, *said)), None)
 
@@ -231,7 +232,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Within, an exception that follows from the end of a process is told as that."""
+        """Context manager: an exception caused by the end of a rank's process is replaced by
+        EngineDead with the reason."""
         try:
             yield
         except RuntimeError as error:
@@ -263,7 +265,7 @@ class Ranks:
         return RankProcess(seat, host, self._store.port, device)
 
     def _await_all(self, seconds: float) -> None:
-        """Wait until every rank has come to the store."""
+        """Wait until every rank has registered in the store."""
         deadline = time.monotonic() + seconds
         absent = set(range(1, self.size))
         while absent:
@@ -281,7 +283,8 @@ class Ranks:
             time.sleep(0.02)
 
     def _watch(self) -> None:
-        """Say when one is gone: in a collective with it, the main thread may wait for ever."""
+        """Thread that reports when a rank is gone: the main thread may wait for ever in a
+        collective."""
         while not self._ended.wait(WATCHED_EVERY):
             if (gone := self._gone()) is not None:
                 self.fail(gone)
@@ -289,7 +292,7 @@ class Ranks:
 
 
 def threads_of_rank(size: int) -> int:
-    """Threads that one of several ranks on the CPU may use."""
+    """Threads per rank when several ranks run on the CPU."""
     return max(1, len(os.sched_getaffinity(0)) // size)
 
 
@@ -300,7 +303,7 @@ def _end(local: Sequence[RankProcess], links: Sequence[Link]) -> None:
 
 
 def end_processes(processes: Sequence[subprocess.Popen[Any]]) -> None:
-    """Close their inputs, which they end with, and wait."""
+    """Close the processes' inputs, which makes them exit, and wait."""
     for process in processes:
         if process.stdin is not None:
             with contextlib.suppress(OSError):

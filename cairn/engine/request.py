@@ -20,7 +20,7 @@ from cairn.types import SamplingParams
 
 
 class State(Enum):
-    """Where a request is in its life."""
+    """The state of a request."""
 
     LOADING = "loading"
     WAITING = "waiting"
@@ -30,13 +30,13 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Moments:
-    """When a request got where, in seconds of the engine's clock; None: not yet.
+    """Time stamps of a request, in seconds of the engine's clock; None: not reached.
 
     Attributes:
         arrived: it was queued.
         started: its first step began.
         first_token, last_token: the steps ended that chose them.
-        ended: nothing more will come.
+        ended: the output ended.
     """
 
     arrived: float
@@ -47,7 +47,7 @@ class Moments:
 
     @property
     def timing(self) -> Timing | None:
-        """Where the time went; None while it goes on. What was not reached takes none."""
+        """Seconds per phase; None while the request runs. Phases that were not reached count 0."""
         if self.ended is None:
             return None
         started = self.ended if self.started is None else self.started
@@ -57,7 +57,8 @@ class Moments:
 
 
 class RowCounts:
-    """How far the running requests are, in user tokens, by row: rows that decode move all at once.
+    """Progress of the running requests by row, in user tokens; arrays, because decoding rows
+    advance together.
 
     Attributes:
         computed: tokens whose keys and values are in the cache, but for those that
@@ -76,7 +77,8 @@ class RowCounts:
         self.last = np.zeros(num_rows, dtype=np.int64)
 
     def start(self, request: Request, computed: int) -> None:
-        """The request takes its row; its pages hold so many tokens, all computed."""
+        """Set the counts of a request that takes its row; its pages hold `computed` tokens, all
+        computed."""
         row = request.row
         request.counts = self
         self.computed[row] = self.planned[row] = self.capacity[row] = computed
@@ -86,7 +88,7 @@ class RowCounts:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt on its way to an answer.
+    """A request as the scheduler sees it.
 
     Attributes:
         id: unique name.
@@ -96,27 +98,27 @@ class Request:
         stop_ids: ids that end the output.
         max_output: tokens that may be generated.
         order: (priority, arrival); the smaller goes first.
-        output: the tokens generated; whoever takes them in appends them.
+        output: the tokens generated; EngineCore appends them.
         cached: prompt tokens taken from the prefix cache when it first ran.
         row: row of the page table while running.
         counts: how far that row is.
-        lease: pages while running.
+        lease: its pages while running.
         granted: pages of the lease that the runner knows.
-        opened: the runner was told of the row.
+        opened: whether the runner knows the row.
         decoding: all that is left to run is the token that was chosen last, since the row was
             opened.
-        verifying: its latest work in flight, if that runs guesses: how far the request is, is known
-            when that step retires.
+        verifying: its latest work in flight, if that runs guesses: the number of accepted tokens is
+            known when that step retires.
         stale: the device's last token of its row is not its own, since a step ran ahead of wrong
             guesses.
-        guesses: what a draft layer guesses behind its tokens.
+        guesses: the draft layer's guesses after its tokens.
         others: the likeliest of its first guesses.
-        right, tried: guesses of it that were right, and that were compared, lately.
+        right, tried: decayed counts of its right guesses and of its verified guesses.
         doomed: to be released when the steps in flight have retired.
-        failed: a step of it has failed: later ones, in flight already, go on from what it lost.
+        failed: one of its steps failed: later steps already in flight depend on what was lost.
         held_by: a running request that is computing `held_until` tokens this one shares.
         retractions: how often its pages were taken back.
-        grammar: where the output stands in its grammar; None: any output.
+        grammar: the state of its grammar; None: unconstrained.
         media: images and videos of the prompt; None: it is text.
     """
 
@@ -155,7 +157,8 @@ class Request:
 
     def __post_init__(self, prompt: Sequence[int]) -> None:
         self._tokens = array("i", prompt)
-        # Room for the output now: between two steps a long prompt takes too long to move.
+        # Memory for the output is allocated now: moving a long prompt between two steps would take
+        # too long.
         self._tokens.append(0)
         self._tokens.pop()
 
@@ -169,7 +172,7 @@ class Request:
 
     @property
     def marks(self) -> Sequence[Mark]:
-        """What its placeholder tokens stand for."""
+        """Digests of the media behind its placeholder tokens; part of page keys."""
         return () if self.media is None else self.media.marks
 
     @property
@@ -185,12 +188,12 @@ class Request:
 
     @property
     def choosing(self) -> int:
-        """Tokens that steps in flight choose; they follow `tokens`, yet unknown."""
+        """Number of tokens that steps in flight choose, not known yet; they follow `tokens`."""
         return self.planned + 1 - len(self.tokens) if self.decoding else 0
 
     @property
     def most_computed(self) -> int:
-        """Tokens that will be in the cache at most: the last one generated is not run."""
+        """Most tokens that will ever be in the cache: the last generated one is not run."""
         return self.num_prompt + self.max_output - 1
 
     @property
@@ -200,17 +203,18 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """User tokens that are known, or chosen in flight, and that no step computes yet."""
+        """Number of user tokens that are known, or being chosen, and that no step computes yet."""
         return len(self.tokens) + self.choosing - self.planned
 
     @property
     def complete(self) -> bool:
-        """Steps in flight choose the last token that it may have."""
+        """Whether steps in flight choose its last possible token."""
         return self.decoding and self.planned + 1 - self.num_prompt >= self.max_output
 
     @property
     def asks_more(self) -> bool:
-        """Whether more is asked of it than the tokens behind text, each by itself."""
+        """Whether it needs more than independently sampled tokens (log-probabilities, grammar and
+        the like)."""
         params = self.params
         reported = params.selection or params.logprobs is not None
         constrained = params.penalized or self.grammar is not None
@@ -224,25 +228,25 @@ class Request:
     def prompt_view(self) -> NDArray[np.int32]:
         """The prompt as an array, made once."""
         if self._view is None:
-            # A copy: while arrays look at it, `tokens` could not grow.
+            # A copy: an array view would prevent `tokens` from growing.
             self._view = np.array(self.tokens[: self.num_prompt], dtype=np.int32)
         return self._view
 
 
 class Lockstep:
-    """Rows that decode side by side: a step takes all of them one token further, so what it asks of
-    the next tokens is known beforehand.
+    """Rows that decode together: a step advances all of them by one token, so context lengths and
+    page borders of the next steps are known beforehand.
 
     Args:
-        requests: what runs in the rows.
-        counts: how far they are.
+        requests: the requests of the rows.
+        counts: their progress.
         tokens_per_page: user tokens of a page.
 
     Attributes:
         requests: of the rows, in their order; not to be changed.
         rows: [n], the rows' numbers.
-        context: tokens that the next step looks back at, in all.
-        left: steps until one of them has all its tokens.
+        context: sum of the context lengths of the next step.
+        left: steps until one of them reaches its maximum length.
         constrained: those with a grammar, by their indices.
     """
 
@@ -269,7 +273,7 @@ class Lockstep:
         self.left = int((counts.last[rows] - first).min()) if requests else 0
         self._counts, self._size = counts, tokens_per_page
         self._first, self._number = first, first + 1 - counts.prompt[rows]
-        # Steps from now, counted round a page -> rows whose token then is the first of a page.
+        # Steps from now (modulo the page size) -> rows whose token is then the first of a page.
         self._offset = 0
         self._starting: dict[int, list[int]] = {}
         for i, steps in enumerate((-first % tokens_per_page).tolist()):
@@ -280,7 +284,7 @@ class Lockstep:
         return self._starting.get(self._offset, ())
 
     def step(self) -> DecodeWork:
-        """The next token of every row, counted as planned."""
+        """Advance every row by one planned token."""
         first, number = self._first, self._number
         self._offset = (self._offset + 1) % self._size
         work = DecodeWork(self.rows, first, number, self.starting())
@@ -293,11 +297,11 @@ class Lockstep:
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The running requests, in order, by what they run next.
+    """The running requests, in order, split into decoding and prefilling.
 
     Attributes:
-        decoding: the token that was chosen last.
-        prefilling: known tokens.
+        decoding: next run their last chosen token.
+        prefilling: next run known tokens.
     """
 
     decoding: Lockstep
@@ -305,7 +309,8 @@ class Phases:
 
     @classmethod
     def of(cls, running: Sequence[Request], counts: RowCounts, tokens_per_page: int) -> Phases:
-        """Sort them; those that are to be released, or have all their tokens, run nothing."""
+        """Classify them; requests that are to be released, or have all their tokens, are in
+        neither."""
         live = [r for r in running if not r.doomed]
         decoding = [r for r in live if r.decoding and not (r.verifying or r.complete)]
         prefilling = [r for r in live if not r.decoding]

@@ -1,4 +1,4 @@
-"""Engines whose experts are shared: whoever has no work runs its experts for the others."""
+"""Engines that share experts: an engine without work still runs its experts for the others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class Engines(NamedTuple):
     """The engines that share experts.
 
     Attributes:
-        group: this one among them.
-        on_death: called when a round fails: in a collective another engine may wait for ever.
+        group: the process group of the engines.
+        on_death: called when a round fails, because another engine may wait for ever in a
+            collective.
     """
 
     group: Group
@@ -35,9 +36,9 @@ class ExpertRounds:
     """This engine's part in the rounds.
 
     Args:
-        rounds: which.
-        module: the model; each of its passes begins a round.
-        engines: all.
+        rounds: the rounds.
+        module: the model; each forward pass begins a round.
+        engines: all engines.
     """
 
     def __init__(self, rounds: Rounds, module: nn.Module, engines: Engines) -> None:
@@ -52,7 +53,7 @@ class ExpertRounds:
 
     @torch.inference_mode()
     def idle(self) -> bool:
-        """Take part in a round without tokens; false: nobody had any."""
+        """Take part in a round without tokens; False: no engine had tokens."""
         with self.watched():
             if not self._rounds.begin(0):
                 return False
@@ -61,7 +62,8 @@ class ExpertRounds:
             return True
 
     def around(self, step: Callable[[], T]) -> T:
-        """Run a step, in a round even if it runs nothing: the others wait for that."""
+        """Run a step and take part in a round even if the step runs nothing, because the others
+        wait for it."""
         before = self.count
         found = step()
         if self.count == before:
@@ -70,13 +72,14 @@ class ExpertRounds:
 
     def stop(self) -> None:
         """Tell the others that this engine ends, in their next round."""
-        # Those that have ended before need not be told.
+        # Engines that ended before are ignored.
         with suppress(EngineDead):
             self._rounds.begin(0, stops=True)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What fails within ends the engine: the others are in the midst of a round."""
+        """Context manager: an error inside ends the engine, because the others are in the same
+        round."""
         try:
             yield
         except Exception as error:
@@ -102,6 +105,6 @@ class RoundsExecutor(PassingExecutor):
         self._rounds = rounds
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start one step; what fails ends the engine."""
+        """Start one step; an error ends the engine."""
         with self._rounds.watched():
             return self._inner.launch(plan)

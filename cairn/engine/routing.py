@@ -1,4 +1,4 @@
-"""Which replica gets a prompt: by the prefixes that it has seen, and by load. No torch here."""
+"""Routing of prompts to replicas, by cached prefixes and by load. No torch here."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ BALANCES: tuple[Balance, ...] = ("auto", "round_robin", "shortest_queue")
 
 KEY_BYTES = 16
 OVERLOAD = 1.25
-"""A replica that knows the prefix is passed over when its load is above this times the least load,
+"""A replica with the cached prefix is not used when its load exceeds this times the least load,
 plus one."""
 
 
 class Router:
     """Chooses replicas.
 
-    By "auto", the replica that has seen the longest prefix of the prompt, unless its load is too
-    far above the least; without one, the least loaded. By "shortest_queue" the least loaded, by
-    "round_robin" one after the other. Among equals the one that was chosen longest ago.
+    "auto": the replica that has seen the longest prefix of the prompt, unless its load is too far
+    above the least; if none has, the least loaded. "shortest_queue": the least loaded.
+    "round_robin": in turn. Ties go to the least recently chosen.
 
-    What a replica has seen is a list of the most recent prefixes of 1, 2, 4, 8, ... complete pages,
-    as long as its cache has pages. It is a guess of what that holds: a wrong one costs a prefill.
+    For each replica the router keeps the most recent prefixes of 1, 2, 4, 8, ... complete pages, at
+    most as many as its cache has pages. This estimates the contents of its cache; an error costs a
+    prefill.
 
     Args:
         balance: see above.
         tokens_per_page: user tokens of a page.
-        pages: of each replica.
+        pages: pages of each replica's cache.
     """
 
     def __init__(self, balance: Balance, tokens_per_page: int, pages: Sequence[int]) -> None:
@@ -63,7 +64,7 @@ class Router:
 
         Args:
             keys: of the prompt.
-            loads: continuations that each replica holds which may be chosen; at least one.
+            loads: continuations held by each eligible replica; at least one replica.
         """
         if self._balance == "round_robin":
             return min(loads, key=self._chosen.__getitem__)
@@ -76,7 +77,7 @@ class Router:
         return least
 
     def note(self, replica: int, keys: Sequence[bytes]) -> None:
-        """The replica has got a prompt with these keys."""
+        """Record that the replica received a prompt with these keys."""
         self._count += 1
         self._chosen[replica] = self._count
         seen = self._seen[replica]
@@ -87,7 +88,7 @@ class Router:
             seen.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """The replica's cache is gone."""
+        """Forget the prefixes of a replica whose cache was lost."""
         self._seen[replica].clear()
 
     def _least(self, replicas: Sequence[int] | Mapping[int, int], loads: Mapping[int, int]) -> int:

@@ -1,11 +1,11 @@
-"""Steps that are planned before the guesses in front of them are verified.
+"""Steps that are planned before the guesses of the previous step are verified.
 
 While a step verifies a row's guesses, the next step is planned as if all of them were right: it
 runs the token that should follow them, and the guesses behind it. So a GPU does not wait for the
 host while a row copies text. Once the first step's tokens are known, it is clear whether the second
-one began with the right token. If not, what it chose is dropped, and the row goes on from its true
-tokens. What the step wrote lies behind these: it is overwritten before anything reads it, as are
-wrong guesses of a single step.
+one began with the right token. If not, the tokens that it chose are dropped, and the row continues
+from its true tokens. The slots that the step wrote come after these: they are overwritten before
+anything reads them, like wrong guesses of a single step.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from cairn.engine.request import Request, RowCounts
 from cairn.runner.step import RowWork
 
 LIKELY = 0.7
-"""Least estimated share of a row's steps in which all guesses are right. Going on from right ones
-saves the time that the host needs between two steps (0.7 ms, for a small model on an H200); going
-on from wrong ones costs a step (0.7 ms there) less that time.
-"""
+"""Least estimated probability that all guesses of a row's step are right. Running ahead of right
+guesses saves the host's time between two steps (0.7 ms for a small model on an H200); running ahead
+of wrong ones costs a step (0.7 ms there) minus that time."""
 
 
 def began_right(request: Request, work: RowWork | None = None) -> bool:
-    """Whether the first token of a request's work, or of its latest one in flight, is the one that
-    the request has there."""
+    """Whether a request's work (by default its latest in flight) began with the token that the
+    request really has at that position."""
     tokens, work = request.tokens, work or request.verifying
     if work is None or work.tokens is None:
         return True
@@ -34,7 +33,7 @@ def began_right(request: Request, work: RowWork | None = None) -> bool:
 
 
 def go_back(request: Request, counts: RowCounts) -> None:
-    """Let a request whose latest work began behind wrong guesses go on from the tokens it has."""
+    """Reset a request whose latest work began after wrong guesses to the tokens that it has."""
     counts.planned[request.row] = len(request.tokens) - 1
     request.verifying, request.stale = None, True
 
@@ -42,7 +41,8 @@ def go_back(request: Request, counts: RowCounts) -> None:
 def tokens_ahead(
     drafter: Drafter, verifying: Sequence[Request], budget: int, pace: Pace | None
 ) -> dict[Request, list[int]]:
-    """What rows run next if their guesses in flight are all right: one token, then guesses.
+    """The tokens that rows run next if their guesses in flight are all right: one token, then
+    guesses.
 
     Args:
         drafter: gives guesses that do not depend on how many are asked for.

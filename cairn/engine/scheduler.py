@@ -2,8 +2,8 @@
 
 Order is (priority, arrival) everywhere. A step first serves the rows that decode, then the rows
 that prefill, then admits; all share the step's budget of slots. When pages run out, the last
-request in order gives its pages back and waits again: the first in order always moves on, so the
-schedule cannot stall.
+request in order is retracted: its pages are freed and it waits again. The first in order always
+makes progress, so the schedule cannot stall.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scheduler:
         limits: rows and slots of a step.
         cache: the pages.
         slots: slot arithmetic.
-        times: how long steps take; asked only when the limits hold `step_seconds`.
+        times: estimates of step times; used only if the limits have `step_seconds`.
         drafter: guesses the next tokens of rows that decode; None: each runs one token a step.
     """
 
@@ -59,7 +59,7 @@ class Scheduler:
         self.preemptions = 0
         self.cached_prompt_tokens = 0
         self.looked_up_prompt_tokens = 0
-        # Slots of the token that fills a page.
+        # Slots that a token takes if it fills a page.
         self._closing_slots = 2 if slots.landmarks else 1
         self._counts = RowCounts(limits.max_rows)
         self._free_rows = list(range(limits.max_rows))
@@ -71,20 +71,20 @@ class Scheduler:
         self._known_phases: Phases | None = None
         self._computing = Computing(slots.tokens_per_page)
         self._promises = Promises(cache, slots)
-        # The request that was refused its pages last, and the pages that were available then.
+        # The last request not admitted for lack of pages, and the pages available then.
         self._refused: tuple[Request, int] | None = None
 
     def add(self, request: Request) -> None:
-        """Queue a request. It must fit the pool alone: the caller checked."""
+        """Queue a request. The caller has checked that it fits the pool by itself."""
         self.waiting.push(request)
 
     @property
     def has_work(self) -> bool:
-        """Some request is not finished."""
+        """Whether some request is not finished."""
         return bool(self.waiting or self.running)
 
     def finish(self, request: Request) -> None:
-        """The request ends; its pages return now, or when the step that names it retires."""
+        """End a request; its pages are freed now, or when the step in flight retires."""
         if request.state is State.FINISHED:
             return
         if any(request in flight.requests for flight in self._in_flight.values()):
@@ -132,7 +132,7 @@ class Scheduler:
         for request, tokens in drafting.items():
             self._schedule_drafts(request, tokens, draft)
         for request in phases.prefilling:
-            # Making room for one may have taken the pages of another one that comes later.
+            # Making room for one request may have retracted a later one.
             if request.state is State.RUNNING:
                 self._schedule_prefill(request, draft)
         self._admit(draft)
@@ -151,9 +151,9 @@ class Scheduler:
         guesses: Sequence[Sequence[int]] | None = None,
         others: Sequence[Sequence[int]] | None = None,
     ) -> Sequence[Request | None]:
-        """Count what a step has run. Returns the requests of its tokens, in their order, not to be
-        changed; those that were finished while it ran are released here and take no token. None:
-        the step went on from wrong guesses, nobody takes these tokens.
+        """Account for a finished step. Returns the requests of its tokens, in order (read-only);
+        requests that finished while it ran are released here and take no token. None: the step ran
+        ahead of wrong guesses, and its tokens are dropped.
 
         Args:
             plan: the step's.
@@ -182,7 +182,7 @@ class Scheduler:
                     accepted = counts[len(sampled)] - 1
                     self.drafts.add(work.drafted, accepted)
                     learn(request, work.drafts, accepted)
-                    # The guesses that were right have run; what the others wrote is overwritten.
+                    # Right guesses count as computed; slots of wrong ones are overwritten.
                     computed += accepted - work.drafts
                 if last:
                     request.verifying, self._known_phases = None, None
@@ -204,11 +204,11 @@ class Scheduler:
         return sampled
 
     def in_flight(self, plan: StepPlan) -> PlannedStep:
-        """What a step in flight runs, and for whom."""
+        """The PlannedStep of a plan in flight."""
         return self._in_flight[plan.step_id]
 
     def cancel(self, plan: StepPlan) -> list[Request]:
-        """A step failed: what it wrote is lost, its requests end. Returns them."""
+        """Handle a failed step: its results are lost and its requests end. Returns them."""
         requests = self._in_flight.pop(plan.step_id).requests
         for request in requests:
             self._doomed -= request.doomed
@@ -217,15 +217,15 @@ class Scheduler:
         return requests
 
     def _phases(self) -> Phases:
-        """The running requests by what they run next; worked out again once that has changed."""
+        """The running requests by phase; cached until they change."""
         if self._known_phases is None:
             per_page = self.slots.tokens_per_page
             self._known_phases = Phases.of(self.running, self._counts, per_page)
         return self._known_phases
 
     def _schedule_decode(self, phases: Phases, draft: PlannedStep) -> None:
-        """Put the tokens chosen last into the draft, those of all rows at once: most steps are
-        nothing else, and their planning must cost less than they do."""
+        """Add the last chosen tokens of all decoding rows to the draft at once: most steps only
+        decode, and planning must take less time than running them."""
         rows = phases.decoding
         starting = rows.starting()
         if starting:
@@ -250,8 +250,8 @@ class Scheduler:
             draft.budget -= len(draft.decode.full)
 
     def _draft(self, drafter: Drafter, budget: int) -> tuple[Phases, dict[Request, list[int]]]:
-        """Which rows run given tokens, the last one and guesses, of the step's `budget` of tokens;
-        and the phases of the others."""
+        """The rows that run explicit tokens (the last token and guesses) within the step's
+        `budget`, and the phases of the other rows."""
         verifying = [r for r in self.running if r.verifying is not None and not r.doomed]
         for request in verifying:
             if not began_right(request):
@@ -261,7 +261,7 @@ class Scheduler:
         rows = phases.decoding.requests
         guesses = Guesses.by(drafter, phases.decoding, budget, border, self.pace)
         ahead = {}
-        # Of branches another one may be right, and a state advances by what is verified.
+        # Another branch may be right, and states advance by verified tokens only.
         if not (drafter.ahead or self.trees is not None or self.cache.states is not None):
             verifying = [r for r in verifying if r.verifying is not None]
             ahead = tokens_ahead(drafter, verifying, budget - len(rows), self.pace)
@@ -273,7 +273,7 @@ class Scheduler:
         return phases, guesses.of | ahead
 
     def _schedule_drafts(self, request: Request, tokens: list[int], draft: PlannedStep) -> None:
-        """Put a row's last token and its guesses into the draft, as many as there is room for."""
+        """Add a row's last token and as many of its guesses as fit to the draft."""
         # Making room for one may have taken the pages of another one that comes later.
         if request.state is not State.RUNNING:
             return
@@ -304,8 +304,8 @@ class Scheduler:
         request.verifying, request.stale = work, False
 
     def _look_ahead(self, request: Request, end: int) -> int:
-        """Guesses that a draft layer should make behind a request's first `end` tokens: as many as
-        its pages, which grow for them if there are some left, and its longest output hold."""
+        """Number of guesses that a draft layer should make after a request's first `end` tokens:
+        limited by its pages, which grow if pages are free, and by its maximum length."""
         if self.drafter is None or not self.drafter.ahead:
             return 0
         most = min(self.drafter.ahead, request.most_computed - end)
@@ -313,7 +313,7 @@ class Scheduler:
         return max(0, min(most, int(self._counts.capacity[request.row]) - end))
 
     def _extend(self, requests: Sequence[Request], draft: PlannedStep) -> list[Request]:
-        """Make room for one more token of each request; returns those for which there is none."""
+        """Make room for one more token of each request; returns those without a page for it."""
         left_out = []
         for request in requests:
             # Making room for one may have taken the pages of another one that comes later.
@@ -334,12 +334,12 @@ class Scheduler:
             self._append(request, draft, count)
 
     def _make_room(self, request: Request, num_tokens: int, draft: PlannedStep) -> bool:
-        """Grow the lease to hold `num_tokens`, taking pages from the last in order if need be."""
+        """Grow the lease to hold `num_tokens`, retracting the last requests if necessary."""
         assert request.lease is not None
         pages = int(self.slots.pages_for(num_tokens))
         while not self._grow(request, pages):
             victim = self._victim(draft)
-            # Later rows that run already in this step will give theirs when they need a page.
+            # Later rows of this step are retracted when they need a page themselves.
             waits = victim is request and any(r.order > request.order for r in draft.requests)
             if victim is None or waits:
                 return False
@@ -361,14 +361,14 @@ class Scheduler:
         return grown
 
     def _victim(self, draft: PlannedStep) -> Request | None:
-        """The last request in order that neither the step in flight nor this draft runs."""
+        """The last request in order that is neither in the step in flight nor in this draft."""
         busy = {id(r) for flight in self._in_flight.values() for r in flight.requests}
         busy.update(id(r) for r in draft.requests)
         free = [r for r in self.running if id(r) not in busy and not r.doomed]
         return max(free, key=lambda request: request.order, default=None)
 
     def _append(self, request: Request, draft: PlannedStep, count: int) -> None:
-        """Put `count` tokens of a request that prefills into the draft."""
+        """Add `count` tokens of a prefilling request to the draft."""
         begin, end = request.planned, request.planned + count
         samples = count == request.pending
         ahead = self._look_ahead(request, end) if samples else 0
@@ -396,7 +396,7 @@ class Scheduler:
             self._known_phases = None
 
     def _admit(self, draft: PlannedStep) -> None:
-        """Take waiting requests in while rows, budget and pages last."""
+        """Admit waiting requests while rows, budget and pages last."""
         held = []
         self._promises.forget()
         while self.waiting and self._free_rows:
@@ -422,7 +422,7 @@ class Scheduler:
             self.waiting.push(request)
 
     def _shares(self, request: Request) -> bool:
-        """Whether it takes pages that others have computed."""
+        """Whether the request may use cached pages."""
         return self.cache.prefix_caching and request.caches_prefix
 
     def _open(self, request: Request) -> bool:
@@ -447,7 +447,7 @@ class Scheduler:
         return True
 
     def _start(self, request: Request, draft: PlannedStep) -> bool:
-        """Give an admitted request its row and its first chunk; False: it had to wait again."""
+        """Assign an admitted request its row and its first chunk; False: it had to wait again."""
         assert request.lease is not None
         request.state = State.RUNNING
         request.row = self._free_rows.pop()
@@ -468,13 +468,13 @@ class Scheduler:
         return request.state is State.RUNNING
 
     def _commit(self, request: Request, computed: int) -> None:
-        """Let later requests share the pages that so many computed tokens fill."""
+        """Add the pages filled by `computed` tokens to the prefix cache."""
         assert request.lease is not None
         if not request.failed and self.slots.complete_pages(computed) > request.lease.committed:
             self.cache.commit(request.lease, request.tokens, computed)
 
     def _retract(self, request: Request) -> None:
-        """Take the pages back; the request waits again, in its old place, with all its tokens."""
+        """Free a request's pages; it waits again at its old position, with all its tokens."""
         self._release(request)
         request.state = State.WAITING
         request.held_by = None
@@ -490,7 +490,7 @@ class Scheduler:
         request.lease = None
         self.running.remove(request)
         self._computing.remove(request)
-        # The pages promised to it are free for others, however few it held.
+        # The pages reserved for its growth are available again, even if it held few.
         self._known_phases = self._refused = None
         self._free_rows.append(request.row)
         if request.opened:

@@ -64,7 +64,7 @@ def prepared(schema: Any) -> Any:
 
 
 def _prepare_one_of(part: dict[str, Any], exclusion: Exclusion) -> None:
-    """Where no value satisfies two branches, `oneOf` is `anyOf`."""
+    """Rewrite `oneOf` as `anyOf` where no value satisfies two branches."""
     branches = part.pop("oneOf")
     if not exclusion.all_exclude(branches, part):
         part["oneOf"] = branches
@@ -116,7 +116,7 @@ def _keeps_digits(value: Any) -> bool:
 
 
 def _prepare_bounds(path: str, part: dict[str, Any]) -> None:
-    """Take away bounds that every 64-bit integer meets; refuse others that would move."""
+    """Remove bounds that every 64-bit integer satisfies; refuse bounds that would be rounded."""
     types = part.get("type", "number")
     types = types if isinstance(types, list) else [types]
     if not {"number", "integer"}.intersection(t for t in types if isinstance(t, str)):

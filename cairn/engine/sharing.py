@@ -11,8 +11,8 @@ from cairn.engine.request import Request, State
 
 
 class Computing:
-    """Prompts that are being computed, found by the first page that is not in the cache yet: what
-    shares no more than cached pages with them is never compared.
+    """Prompts that are being computed, indexed by their first page that is not in the cache yet:
+    prompts that share no more than cached pages are never compared.
 
     Args:
         tokens_per_page: user tokens of a page.
@@ -20,12 +20,12 @@ class Computing:
 
     def __init__(self, tokens_per_page: int) -> None:
         self._per_page = tokens_per_page
-        # Tokens in front of that page -> its tokens -> the requests.
+        # Number of tokens before that page -> tokens of the page -> requests.
         self._by_page: dict[int, dict[bytes, list[Request]]] = {}
         self._places: dict[Request, tuple[int, bytes]] = {}
 
     def add(self, request: Request) -> None:
-        """The request begins to compute its prompt. What fills no page can be shared by nobody."""
+        """Add a request that begins to compute its prompt. Partial pages cannot be shared."""
         begin = request.computed
         if begin + self._per_page <= request.num_prompt:
             page = self._page(request, begin)
@@ -33,7 +33,7 @@ class Computing:
             self._by_page.setdefault(begin, {}).setdefault(page, []).append(request)
 
     def remove(self, request: Request) -> None:
-        """The prompt has been computed, or will not be."""
+        """Remove a request whose prompt is computed or given up."""
         place = self._places.pop(request, None)
         if place is not None:
             begin, page = place
@@ -45,7 +45,8 @@ class Computing:
                 del self._by_page[begin]
 
     def holds(self, request: Request) -> bool:
-        """Whether one of them is computing a prefix that this waiting one would compute again."""
+        """Whether another request is computing a prefix that this waiting request would compute
+        again."""
         holder = request.held_by
         if holder is not None:
             if holder.state is State.RUNNING and holder.computed < request.held_until:

@@ -1,4 +1,4 @@
-"""A request in the engine as its consumer sees it. No torch here."""
+"""The consumer's view of a request in the engine. No torch here."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from cairn.errors import EngineDead
 from cairn.types import FinishReason
 
 FAILURES = frozenset({FinishReason.ERROR.value, FinishReason.ABORT.value})
-"""Reasons of an output that did not come to its end."""
+"""Finish reasons of incomplete outputs."""
 
 
 class Client(Protocol):
-    """What a submission needs of the client that made it."""
+    """The part of the client that a submission needs."""
 
     def abort(self, request_id: str) -> None:
-        """Take a request back; an unknown id may just have ended."""
+        """Abort a request; unknown ids are ignored."""
 
 
 class Submission:
     """A request in the engine: an async iterator of its deltas, for one consumer.
 
-    What steps add to a continuation while the consumer is busy comes as one delta: who is slower
-    than the engine gets larger pieces, never later ones. A failure comes by itself.
+    Deltas of a continuation that arrive while the consumer is busy are joined into one: a slow
+    consumer gets larger pieces without falling behind. A failure is a delta of its own.
 
     It ends when all continuations have ended, or after `cancel`. As a context manager it cancels
     what is unfinished when the block is left.
 
     Attributes:
-        read: tokens of the prompt that the engine has said to have computed.
+        read: number of prompt tokens that the engine has reported as computed.
 
     Raises (while iterating):
-        EngineDead: the engine ended before the request did.
+    EngineDead: the engine ended before the request did.
     """
 
     __slots__ = (
@@ -54,7 +54,7 @@ class Submission:
         self.cancelled = False
         self.read = 0
         self._client = client
-        # By continuation, and whether it has failed.
+        # Key: continuation, and whether it has failed.
         self._waiting: dict[tuple[int, bool], list[Delta]] = {}
         self._error: EngineDead | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -87,7 +87,7 @@ class Submission:
         self.cancel()
 
     def cancel(self) -> None:
-        """Take back what is unfinished; iterating ends. Doing it again does nothing."""
+        """Abort unfinished continuations and end the iteration. Idempotent."""
         if self.cancelled or self.unfinished == 0 or self._error is not None:
             return
         self.cancelled = True
@@ -96,7 +96,7 @@ class Submission:
         self._wake()
 
     def take(self, delta: Delta) -> None:
-        """For the client: something came from the engine."""
+        """Called by the client with each delta from the engine."""
         if delta.finish_reason is not None:
             self.unfinished -= 1
         if not self.cancelled:
@@ -105,7 +105,7 @@ class Submission:
             self._wake()
 
     def fail(self, error: EngineDead) -> None:
-        """For the client: nothing more will come."""
+        """Called by the client when the engine has ended."""
         if self.unfinished and not self.cancelled:
             self._error = error.again()
             self._wake()

@@ -33,10 +33,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 VARIABLES = "chat_template_kwargs"
 """Field of a request with further variables of the chat template."""
 BATCH_BYTES = 1 << 20
-"""Of texts that are encoded together: what the library makes of them is many times as large."""
+"""Bytes of texts that are encoded together: the library's encodings take many times as much
+memory."""
 WORDS_KEPT = 1000
-"""Words whose encoding is kept. The library keeps 10,000; where the tokenizer does not split its
-text into words, each is a whole short prompt, and a server would grow by tens of megabytes."""
+"""Size of the library's cache of encoded words (its default is 10,000). Where a tokenizer does not
+split text into words, an entry is a whole short prompt, and the default would take tens of
+megabytes."""
 
 
 class Tokenizer:
@@ -154,8 +156,8 @@ class Tokenizer:
                 list(texts), add_special_tokens=add_special_tokens
             )
         except BaseException as error:
-            # The library panics, which is no Exception, where a text is beyond its limits: its
-            # search for words gives up in a run of ten million spaces.
+            # The library panics, which is not an Exception, on texts beyond its limits, such as ten
+            # million consecutive spaces.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise BadRequest(
                     f"the model's tokenizer cannot read the text: {error}", "Shorten it"
@@ -294,7 +296,7 @@ class Tokenizer:
         template: str = self._hf.get_chat_template(tools=shown)
         _check_variables(template, shown, variables, self._reserved_variables)
         if not re.search(r"\bimage", template):
-            # It knows nothing of images, and may know nothing of parts.
+            # The template does not support images, and maybe not content parts either.
             checked = with_placeholders(checked, placeholders)
         if "developer" not in template:
             for message in checked:

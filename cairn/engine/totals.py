@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, fields
 
 @dataclass(slots=True)
 class HostTimes:
-    """Seconds of the host in steps that only decode while others do the same: from one result to
-    the next, less the wait for the model (where the model runs on the host: less its run).
+    """Host seconds of decode-only steps that follow decode-only steps: from one result to the next,
+    minus the wait for the model (on the CPU: minus its run).
 
     Attributes:
-        steps: how many such steps.
-        plan: choosing what runs.
-        launch: laying it out and giving it to the device.
-        results: tokens taken in, text and stop conditions.
-        other: everything else, what the caller of the engine does with the tokens included.
+        steps: number of such steps.
+        plan: planning the step.
+        launch: laying it out and launching it on the device.
+        results: processing tokens, text and stop conditions.
+        other: everything else, including the caller's work with the tokens.
     """
 
     steps: int = 0

@@ -1,4 +1,5 @@
-"""Branches: other guesses of a row's next tokens, which run in the same step as its own."""
+"""Branches: alternative guesses of a row's next tokens, which run in the same step as its main
+guesses."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from cairn.engine.request import Request
 
 
 class Brancher(Protocol):
-    """Gives further guesses of a row's next tokens."""
+    """Source of alternative guesses of a row's next tokens."""
 
     def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
-        """Up to `count` of them, no longer than the guesses. Their first tokens differ from each
-        other and from the guesses'."""
+        """Up to `count` alternatives, no longer than the main guesses. Their first tokens differ
+        from each other and from the first main guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class Trees:
     last token; each branch runs in a page of its own, a copy of the row's last one.
 
     Attributes:
-        brancher: gives further guesses.
-        width: chains of guesses of a row, its own included.
+        brancher: source of alternative guesses.
+        width: chains of guesses per row, including its main guesses.
         slots: slot arithmetic.
         max_pages: pages of the longest sequence.
     """
@@ -36,9 +37,9 @@ class Trees:
     max_pages: int
 
     def branches(self, request: Request, guesses: Sequence[int], budget: int) -> list[list[int]]:
-        """The branches of a row, in a step that has `budget` tokens left. There are none where the
-        guesses would fill their page (a tree never crosses a page border), or where the request
-        asks for more than tokens."""
+        """The branches of a row, in a step that has `budget` tokens left. None if the guesses would
+        fill their page (a tree never crosses a page border), or if the request needs more than
+        tokens."""
         slot, size = int(self.slots.slot_of(request.planned)), self.slots.page_size
         room = size - 2 - self.slots.landmarks - slot % size
         fewer = self.max_pages - 1 - slot // size

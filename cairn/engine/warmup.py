@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(built: Built) -> None:
-    """Run steps past the scheduler: its pages, counts and draws stay untouched.
+    """Run steps without the scheduler: its pages, counts and draws are not touched.
 
     Raises:
         BadModel: the model's logits are not numbers.
@@ -31,7 +31,7 @@ def warm_up(built: Built) -> None:
     several = (first.rows() if on_gpu else []) + first.guesses()
     alone = runner.sampler.alone
     if on_gpu and alone and built.config.kv_cache_memory is not None:
-        # Otherwise they were compiled where steps were measured.
+        # Otherwise they were compiled when steps were measured.
         plans = [plan for steps in (*prompts, *several) for plan in steps.without_decode()]
         note = note_of(
             (built.spec, page_format(built.config), first, runner.graphs is not None),

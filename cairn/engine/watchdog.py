@@ -1,4 +1,4 @@
-"""Whether the engine process is alive and moving, judged by its heartbeats. No torch here."""
+"""Judges by heartbeats whether the engine process is alive and making progress. No torch here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Watchdog:
         self._step_age = 0.0
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """A heartbeat came in."""
+        """Record a heartbeat."""
         self._last_beat = self._clock()
         self._silence = 0.0
         self._step_age = heartbeat.step_age

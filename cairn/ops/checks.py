@@ -82,19 +82,19 @@ def expect(
         refuse(op, name, f"has strides {list(tensor.stride())}: {part} must be contiguous")
 
 
-def on_host(numbers: Tensor) -> bool:
+def on_host(x: Tensor) -> bool:
     """Whether there are numbers to look at, without waiting for a device that nobody waits for."""
     # While tracing the number of elements may be unknown.
-    near = numbers.device.type == "cpu" or waits(numbers.device)
-    return near and not is_traced(numbers) and numbers.numel() > 0
+    near = x.device.type == "cpu" or waits(x.device)
+    return near and not is_traced(x) and x.numel() > 0
 
 
-def expect_within(op: str, name: str, numbers: Tensor, end: int, begin: int | None = 0) -> None:
+def expect_within(op: str, name: str, x: Tensor, end: int, begin: int | None = 0) -> None:
     """Raise BadArgument unless integers, if they are `on_host`, are begin .. end - 1; None: or less
     than 0."""
-    if not on_host(numbers):
+    if not on_host(x):
         return
-    low, high = (int(number) for number in numbers.aminmax())
+    low, high = (int(number) for number in x.aminmax())
     if high >= end or (begin is not None and low < begin):
         wanted = f"up to {end - 1}" if begin is None else f"from {begin} to {end - 1}"
         refuse(op, name, f"holds {high if high >= end else low}, not numbers {wanted}")

@@ -125,7 +125,7 @@ def _run_landmarks(dtype: torch.dtype, size: int, dim: int) -> None:
 
 
 def _sizes(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
-    """Slots of a page and numbers of a head; lanes and tiles, of bfloat16, take heads of 64."""
+    """Slots of a page and elements of a head; lanes and tiles, of bfloat16, take heads of 64."""
     return ((2, 8), (64, 64)) if dtype == torch.bfloat16 else ((2, 8),)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a step by name, for steps that run operation by operation and for graphs alike."""
+"""The input tensors of a step, for eager steps and for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepArrays(NamedTuple):
 
 
 class StepFields(NamedTuple):
-    """A step on the device: what a Batch holds, but for the page tables.
+    """A step on the device: the fields of a Batch, except the page tables.
 
     Attributes:
         ids, position, row, slot: int64, see Batch.
@@ -54,7 +54,7 @@ class StepFields(NamedTuple):
 
     @classmethod
     def sent(cls, arrays: StepArrays, device: torch.device) -> StepFields:
-        """In memory of their own, in one copy."""
+        """Copy the arrays to newly allocated device tensors, in one copy."""
         ids, position, row, slot, completed, pages, *locations = send(_flat(arrays), device)
         return cls(ids, position, row, slot, completed, pages, tuple(locations))
 
@@ -65,7 +65,7 @@ class StepFields(NamedTuple):
         watch: Tensor | None = None,
         inserted: Inserted | None = None,
     ) -> Batch:
-        """With the page tables, by group, of the rows that run."""
+        """The Batch of these fields with the page tables, by group."""
         places = zip(page_tables, self.locations, strict=True)
         return Batch(
             input_ids=self.ids,
@@ -82,16 +82,16 @@ class StepFields(NamedTuple):
 
 
 class StepBuffers:
-    """Memory at addresses that stay, from which graphs read steps of up to so many slots.
+    """Buffers at fixed addresses from which graphs read steps of up to `slots` slots.
 
     Args:
-        slots: of the largest step.
+        slots: slots of the largest step.
         spare_locations: by page group, a slot of the spare page, to which padding writes.
         device: where.
     """
 
     def __init__(self, slots: int, spare_locations: Sequence[int], device: torch.device) -> None:
-        # What stands behind a step's own numbers.
+        # Padding after the values of a step.
         self._padding = StepArrays(
             ids=_one(0),
             position=_one(0),
@@ -106,7 +106,7 @@ class StepBuffers:
 
     @property
     def memory(self) -> Tensor:
-        """All of it."""
+        """All buffers."""
         return self._memory
 
     def write(self, arrays: StepArrays | None, bucket: int) -> None:
@@ -119,7 +119,8 @@ class StepBuffers:
         overwrite(self._lines(bucket), numbers)
 
     def fields(self, bucket: int, closing: int) -> StepFields:
-        """Where a graph of `bucket` slots, which complete at most `closing` pages, reads."""
+        """The views that a graph of `bucket` slots, which complete at most `closing` pages,
+        reads."""
         ids, position, row, slot, completed, pages, *locations = self._lines(bucket).unbind()
         done = completed[:closing], pages[:closing]
         return StepFields(ids, position, row, slot, *done, tuple(locations))

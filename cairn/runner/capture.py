@@ -16,7 +16,7 @@ WARM_UPS = 2
 
 
 class Captured:
-    """A graph and its output, also cut to the rows of the last step.
+    """A graph and its output, and the output sliced to the rows of the last step.
 
     The output's memory is the pool's: the next graph of the pool that is replayed may write there.
     """
@@ -29,7 +29,7 @@ class Captured:
         self._rows = len(output)
 
     def replay(self, rows: int) -> Tensor:
-        """Queue the graph's step; its output of so many rows."""
+        """Launch the graph; returns its output for `rows` rows."""
         self.graph.replay()
         if self._rows != rows:
             self._rows, self._cut = rows, self.output[:rows]
@@ -38,18 +38,19 @@ class Captured:
 
 @functools.cache
 def _beside(device: int) -> torch.cuda.Stream:
-    """The stream that graphs of a device are captured on. Libraries keep tens of MiB for every
-    stream that they have ever met."""
+    """The stream on which graphs of a device are captured. Always the same one, because libraries
+    keep tens of MiB for every stream that they were used on."""
     return torch.cuda.Stream(device)
 
 
 @torch.inference_mode()
 def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
-    """The graph of `run`, which is told whether it rehearses.
+    """Capture `run` as a graph; `run` is told whether the call is a rehearsal.
 
     Args:
-        run: queues a step, and gives what it puts out.
-        pool: memory that graphs share of which one runs at a time (torch.cuda.graph_pool_handle).
+        run: launches a step and returns its output.
+        pool: memory shared by graphs that never run at the same time
+            (torch.cuda.graph_pool_handle).
     """
     stream = _beside(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -61,7 +62,7 @@ def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
         # Work that a failed run has queued still reads buffers that the next step would overwrite.
         torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # The watchdog thread of NCCL asks for events meanwhile, which "global" forbids all threads.
+    # NCCL's watchdog thread queries events meanwhile, which mode "global" forbids to all threads.
     mode = "thread_local"
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
         output = run(False)

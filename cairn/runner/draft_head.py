@@ -29,7 +29,7 @@ from cairn.runner.step import Ints, RowOpen
 
 
 class DraftModel(Protocol):
-    """What the draft head needs of a model, see `cairn.models.decoder.Decoder`."""
+    """The part of a model that the draft head needs, see `cairn.models.decoder.Decoder`."""
 
     def draft_states(self, hidden: Tensor) -> Tensor:
         """Hidden states of a step -> the states that the draft layer reads [T, width]."""

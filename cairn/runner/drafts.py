@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 NO_AHEAD: Ints = np.zeros(0, dtype=np.int64)
 NO_GUESS = -2
-"""Stands where no guess follows a sampled token; equal to no token."""
+"""Marks that no guess follows a sampled token; differs from every token id."""
 
 
 class Entries(NamedTuple):

@@ -15,12 +15,12 @@ from cairn.runner.staging import send
 
 
 class EncoderCache:
-    """Embeddings of images and videos by the hash of their pixels; least recently used first out.
+    """Embeddings of images and videos by the hash of their pixels, with LRU eviction.
 
-    An item is encoded when its first token is in a step. A chunk of a prompt may end inside an
-    image: the next chunk finds the rest here. Each item is encoded by itself, so encoding an
-    evicted one again gives the same numbers. Every rank has the whole encoder; the ranks share out
-    the items of a step and send each other the embeddings.
+    An item is encoded when its first token is in a step. If a prefill chunk ends inside an image,
+    the next chunk finds the rest here. Each item is encoded by itself, so encoding an evicted one
+    again gives the same numbers. Every rank has the whole encoder; the ranks share out the items of
+    a step and send each other the embeddings.
 
     Args:
         encode: [frames, height, width, 3] uint8 -> [n, hidden].
@@ -53,7 +53,7 @@ class EncoderCache:
         made = self._made([i for digest, i in wanted.items() if digest not in self._kept])
         self.found += len(wanted) - len(made)
         found = dict(made)
-        # In the same order on all ranks: they must drop the same ones.
+        # In the same order on all ranks, so that they evict the same items.
         for digest in wanted:
             if digest not in made:
                 self._kept.move_to_end(digest)

@@ -19,23 +19,23 @@ class Executor(Protocol):
     """Runs plans in order."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start one step; the next one may be launched before its result is asked for."""
+        """Start one step; the next one may be launched before its result is read."""
 
     def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
         """Move records between device and host memory: see `cairn.cache.host.Mover`."""
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Do something beside steps, one of `cairn.runner.orders.CALLS`, on all ranks."""
+        """Call one of the methods `cairn.runner.orders.CALLS` on all ranks."""
 
     def shutdown(self) -> None:
         """Release what the executor holds."""
 
 
 class PassingExecutor:
-    """Passes everything on to another executor; what a subclass overrides it does first.
+    """Forwards everything to another executor; base of executors that add something.
 
     Args:
-        inner: the other one.
+        inner: the other executor.
     """
 
     def __init__(self, inner: Executor) -> None:
@@ -63,7 +63,7 @@ class InProcessExecutor:
 
     Args:
         runner: the model with its pages.
-        records: those in host memory; None: nothing is moved there.
+        records: records in host memory; None: no host cache.
     """
 
     def __init__(self, runner: Runner, records: HostRecords | None = None) -> None:
@@ -75,7 +75,7 @@ class InProcessExecutor:
         return self.runner.launch(plan)
 
     def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
-        """Move records; on a GPU behind all that is queued."""
+        """Move records; on a GPU after all work queued before."""
         assert self.records is not None, "an executor without host memory moves no records"
         return self.records.move(moves, into_host)
 
@@ -89,19 +89,19 @@ class InProcessExecutor:
 
 
 class Peers(Protocol):
-    """The other ranks, as rank 0 sees them.
+    """Rank 0's view of the other ranks.
 
     Attributes:
-        orders: what they have been told so far.
+        orders: encodes the orders sent to them.
     """
 
     orders: OrderWriter
 
     def send(self, order: bytes) -> None:
-        """Tell all of them. Raises EngineDead if one is gone."""
+        """Send an order to all of them. Raises EngineDead if one is gone."""
 
     def reason(self) -> EngineDead | None:
-        """Why one of them is gone; None: all are there."""
+        """Why one of them is gone; None: all run."""
 
     def fail(self, reason: EngineDead) -> None:
         """End them; `reason` then says why."""
@@ -111,9 +111,9 @@ class Peers(Protocol):
 
 
 class RanksExecutor:
-    """Tells the other ranks what to run, and runs it on the Runner of this process.
+    """Sends plans to the other ranks, and runs them on the Runner of this process.
 
-    What fails on this rank or on another leaves the ranks in different states: all of them end.
+    A failure on any rank leaves the ranks in different states, so all of them are ended.
     """
 
     def __init__(self, local: InProcessExecutor, peers: Peers) -> None:
@@ -140,8 +140,8 @@ class RanksExecutor:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """End the other ranks if the block raises; raises why one of them was gone before, or the
-        error itself."""
+        """Context manager: if the block raises, end the other ranks, and raise the reason why one
+        of them was gone before, or the error itself."""
         try:
             yield
         except Exception as error:
@@ -173,7 +173,7 @@ class _Watched:
 
 
 class Follower:
-    """Runs on a rank above 0 what rank 0 orders."""
+    """Executes rank 0's orders on another rank."""
 
     def __init__(self, local: InProcessExecutor) -> None:
         self._local = local
@@ -188,5 +188,5 @@ class Follower:
             return
         launched = self._local.launch(order.plan)
         if order.plan.constrained:
-            # Rank 0 chooses, under its masks; this waits for what it chose.
+            # Rank 0 samples under its masks; this rank receives the tokens.
             launched.choose(NO_MASKS)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class _Move(NamedTuple):
-    """An expert's way to a place: ranks, and places there."""
+    """The move of an expert: source rank and place, target rank and place."""
 
     source: int
     taken: int
@@ -27,14 +27,14 @@ class _Move(NamedTuple):
 
 
 class ExpertBalance:
-    """The mixtures of a model whose experts are shared out.
+    """Expert placement of a model's mixtures under expert parallelism.
 
     Args:
-        model: what the ranks run.
+        model: the model that the ranks run.
         group: the ranks.
 
     Attributes:
-        layers: how many mixtures there are.
+        layers: number of mixtures.
     """
 
     def __init__(self, model: nn.Module, group: Group) -> None:
@@ -45,18 +45,18 @@ class ExpertBalance:
         self.forget()
 
     def forget(self) -> None:
-        """Count from now on."""
+        """Reset the counts."""
         for mixture, places in self._mixtures:
             weight = mixture.router.weight
             places.loads = weight.new_zeros(places.experts, dtype=torch.int64)
 
     @torch.inference_mode()
     def rebalance(self, first: int, count: int) -> list[tuple[float, float]]:
-        """Place the experts of mixtures first, first + 1, ... by what was counted since the last
-        time, all ranks at the same time.
+        """Rebalance the experts of mixtures first, first + 1, ... by the counts since the last
+        call; a collective of all ranks.
 
         Returns:
-            Largest load of a rank over the mean of each of them, before and after.
+            For each mixture the largest load of a rank divided by the mean load, before and after.
         """
         return [self._place(*each) for each in self._mixtures[first : first + count]]
 
@@ -64,7 +64,7 @@ class ExpertBalance:
         assert places.loads is not None
         loads, today = places.loads.clone().cpu().numpy(), places.placement
         places.loads.zero_()
-        # What rank 0 decides is the same on all ranks.
+        # Rank 0 decides, so that all ranks have the same placement.
         decided = torch.from_numpy(rebalanced(loads, today, mixture.spec.router.groups))
         device = mixture.router.weight.device
         wanted: Ints = self._group.of_first(decided.to(device)).cpu().numpy()
@@ -76,8 +76,8 @@ class ExpertBalance:
         return before, imbalance(loads, wanted)
 
     def _moved(self, mixture: MixtureOfExperts, moves: list[_Move]) -> bool:
-        """Bring experts to their places. Nothing is written before all have come; False: a rank
-        had no memory for them."""
+        """Move experts to their new places. Weights are overwritten only when all have arrived;
+        False: a rank had no memory to receive them."""
         rank = self._group.rank
         tensors = [p.data for each in (mixture.gate_up, mixture.down) for p in each.parameters()]
         arriving: dict[_Move, list[Tensor]] = {}
@@ -103,8 +103,8 @@ class ExpertBalance:
 
 
 def moves_between(today: Ints, wanted: Ints) -> Iterator[_Move]:
-    """What must move, in an order that is the same on all ranks; from the lowest rank that has
-    it."""
+    """The necessary moves, in the same order on all ranks; the source is the lowest rank that has
+    the expert."""
     for target, row in enumerate(wanted):
         for place, expert in enumerate(row):
             if today[target, place] != expert:

@@ -1,4 +1,4 @@
-"""An executor that checks plans and needs no model."""
+"""A fake executor for tests, which checks plans and needs no model."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ class FakeExecutor:
     Args:
         slots: slot arithmetic.
         next_token: (request id, output index) -> the token that is "sampled".
-        step_seconds: how long a step pretends to take.
-        reach: pages before its own that a query of layers with pages of their own touches; None:
-            there are no such layers.
-        stateful: some layers keep a state of each sequence: a row that goes on from a prefix must
-            have been given the state behind it.
+        step_seconds: simulated duration of a step.
+        reach: pages before its own that a query of window layers reads; None: no such layers.
+        stateful: some layers have recurrent states: a row that resumes from a prefix must have
+            restored the state after it.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class FakeExecutor:
         self.slots = slots
         self.reach = reach
         self.stateful = stateful
-        # Tokens in front of each snapshot.
+        # Number of tokens before each snapshot.
         self._snapshots: dict[int, int] = {}
         self._host_states: dict[int, int] = {}
         self.next_token = next_token
@@ -84,7 +83,8 @@ class FakeExecutor:
         return Ready(StepResult(plan.step_id, tokens, counts=counts if drafted else None))
 
     def move(self, moves: Sequence[Move], into_host: bool) -> Sequence[Move]:
-        """Pretend to; states that come back stand behind as many tokens as they did."""
+        """Only moves the bookkeeping: a restored state has as many tokens before it as when it was
+        stored."""
         for move in moves:
             if move.kind == STATE and into_host:
                 self._host_states[move.slot] = self._snapshots[move.page]
@@ -93,7 +93,7 @@ class FakeExecutor:
         return ()
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Nothing beside steps is checked."""
+        """Calls are not checked."""
 
     def shutdown(self) -> None:
         """Forget every row."""
@@ -121,7 +121,7 @@ class FakeExecutor:
             self._rows[number].tokens = self._snapshots[snapshot]
 
     def _check_reads_and_writes(self, step_id: int, works: Sequence[RowWork]) -> None:
-        """Rows go on from where they were, in pages that are theirs."""
+        """Check that rows continue where they stopped, in pages granted to them."""
         writers: dict[int, int] = {}
         window_writers: dict[int, int] = {}
         for work in works:
@@ -143,7 +143,7 @@ class FakeExecutor:
                 self._require(other is None, f"row {other} writes under the window of {work.row}")
 
     def _choose(self, request_id: str, work: RowWork) -> list[int]:
-        """The tokens that a work chooses, up to the first that differs from its guess."""
+        """The tokens that a work samples, up to the first that differs from its guess."""
         found: list[int] = []
         guesses = list(work.tokens[-work.drafts :]) if work.drafts and work.tokens else []
         for i in range(work.choices):
@@ -153,7 +153,7 @@ class FakeExecutor:
         return found
 
     def _runs_ahead(self, row: _FakeRow, work: RowWork) -> bool:
-        """Whether a work goes on from guesses that were wrong: nothing of it counts."""
+        """Whether a work ran ahead of wrong guesses, so that its tokens do not count."""
         if work.output_index == 0 or work.tokens is None:
             return False
         last = self.next_token(row.request_id, work.output_index - 1)
@@ -166,7 +166,8 @@ class FakeExecutor:
     def _check_pages(
         self, pages: dict[int, int], work: RowWork, writers: dict[int, int], reach: int | None
     ) -> None:
-        """The work's row has the pages that it reads, and nobody else writes those it writes."""
+        """Check that the work's row has the pages that it reads, and is the only writer of those it
+        writes."""
         begin, number = self._first_page(work), work.row
         end = int(self.slots.pages_for(work.first + work.num_tokens))
         low = 0 if reach is None else max(0, begin - reach)

@@ -1,8 +1,8 @@
-"""The steps of a warm-up: of every kind that needs kernels of its own, with no request behind them.
+"""The steps of a warm-up, one of every kind that needs other kernels; they belong to no request.
 
-On a GPU a kernel is compiled for each way of cutting the work that a number of tokens asks for,
-never for a length. So there are steps of few and of many tokens, behind the fronts of a row too,
-and decode steps of one row and of all.
+On a GPU a kernel is compiled per tile configuration, which depends on the number of tokens but not
+on context lengths. So there are steps of few and of many tokens, also after the fronts of a row,
+and decode steps of one row and of all rows.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from cairn.runner.step import DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
 from cairn.types import SamplingParams
 
 PAGES = 3
-"""Length of the only prompt on the CPU: complete pages, and a decode that reads them."""
+"""Pages of the only prompt on the CPU, which a decode step then reads."""
 GPU_TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 1024, 4096)
-"""Lengths of the prompts on a GPU: each power of two that kernels round a number of tokens to, and
-with 4 heads or more numbers of tiles on both sides of the number of processors."""
+"""Lengths of the prompts on a GPU: each power of two to which kernels round a number of tokens, and
+values between, so that with 4 heads or more the number of tiles is both below and above the number
+of multiprocessors."""
 
 
 class StepSeries(NamedTuple):
-    """Rows open with prefills, the last of which is sampled, decode once, and are closed."""
+    """Steps that open rows with prefills, sample after the last one, decode once, and close the
+    rows."""
 
     prefills: tuple[StepPlan, ...]
     decode: StepPlan
     close: StepPlan
 
     def without_decode(self) -> tuple[StepPlan, ...]:
-        """All but the decode step."""
+        """All steps except the decode step."""
         return *self.prefills, self.close
 
 
@@ -40,15 +42,14 @@ class FirstSteps:
     """Makes the steps.
 
     Args:
-        shape: of the runner.
-        pages: that its pool holds; rows that need more are granted some twice, and what these hold
-            means nothing.
+        shape: sizes of the runner.
+        pages: number of pages in the pool; rows that need more are granted some pages twice, and
+            the results are meaningless.
         window_pages: likewise of window layers; 0: they have no pages of their own.
         most: tokens of the longest sequence.
         chunk: tokens of the largest step.
-        fronts: slots of a row in front of those that attention computes in another way, see
-            `Runner.front_slots`.
-        draft_layer: whether a layer of the model guesses.
+        fronts: slots of a row from which on attention uses other kernels, see `Runner.front_slots`.
+        draft_layer: whether the model has a draft layer.
     """
 
     shape: RunnerShape
@@ -70,25 +71,25 @@ class FirstSteps:
         return alone + self.behind_fronts(lengths) if on_gpu else alone
 
     def behind_fronts(self, lengths: Sequence[int]) -> list[StepSeries]:
-        """Steps of all lengths behind each front of a row."""
+        """Steps of all lengths after each front of a row."""
         fronts = [int(self.shape.slots.tokens_in(slots)) + 1 for slots in self.fronts]
         return [steps for past in fronts for steps in self.behind(past, lengths)]
 
     def behind(self, past: int, lengths: Sequence[int]) -> list[StepSeries]:
-        """Steps of all lengths, one after the other in a row behind `past` tokens, as far as the
-        longest sequence allows and leaves room for one token more."""
+        """Steps of all lengths in sequence, in a row that has `past` tokens, as far as the longest
+        sequence allows, with one token left."""
         ends = itertools.accumulate(lengths, initial=past)
         held = itertools.takewhile(lambda n: n <= self.most - 1, ends)
         bounds = [*range(0, past, lengths[-1]), *held]
         return [self._prompt(bounds)] if bounds[-1] > past else []
 
     def rows(self) -> list[StepSeries]:
-        """One token in one row, and in all."""
+        """Steps of one token in one row, and in all rows."""
         return [self._tokens(count) for count in sorted({1, self.shape.num_rows})]
 
     def guesses(self) -> list[StepSeries]:
-        """One row and all rows with guesses behind a prompt of one token; none where nobody
-        guesses, or the longest sequence is too short."""
+        """Steps of one row and of all rows with guesses after a prompt of one token; none without
+        speculation, or if the longest sequence is too short."""
         drafts = self.shape.drafts
         if not drafts or 2 + 2 * drafts > self.most:
             return []
@@ -121,7 +122,7 @@ class FirstSteps:
         return _steps([grant], *works)
 
     def _tokens(self, count: int) -> StepSeries:
-        """One token in each of so many rows, each in a page of its own."""
+        """One token in each of `count` rows, each in its own page."""
         rows = range(count)
         prefill = [RowWork(row=row, first=0, tokens=[0], sample=True) for row in rows]
         return _steps([self.granted(row, (row,)) for row in rows], prefill)

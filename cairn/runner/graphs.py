@@ -1,13 +1,14 @@
 """Decode steps as CUDA graphs: one launch for the whole model and the sampler.
 
-A step of few slots is padded to the next bucket; its rows and their lengths are written where the
-bucket's graph reads, which is replayed. A graph works slots and locations out from them and the
-page table when it runs, never from what they were when it was captured; the tokens that it chooses
-stay on the device for the next step and go to the host as well. Buckets are captured when they are
-first needed; they share their memory.
+A step of few slots is padded to the next bucket; its rows and their lengths are written to the
+input buffers of the bucket's graph, which is replayed. The graph computes slots and locations from
+them and the page table when it runs, never from values at capture; the tokens that it chooses stay
+on the device for the next step and go to the host as well. Buckets are captured when they are first
+needed; they share their memory.
 
-A row with guesses runs several tokens, one entry each. Its graph compares what it chooses behind
-each entry with the guess in the next one, so that the row's last token is right on the device.
+A row with guesses runs several tokens, one entry each. The graph compares the token that it chooses
+after each entry with the guess in the next entry, so that the row's last token is known on the
+device.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ from cairn.runner.step import DecodeWork, Ints
 log = logging.getLogger(__name__)
 
 ROW_LINES = 4
-"""Lines of a graph's memory that say what runs: the rows, the tokens of each that have run, and
-cells of the page tables with the pages that these hold now. What entries are given follows, and how
-many guesses are wanted behind each, then the draws."""
+"""Leading lines of a graph's input: the rows, the number of tokens that each has run, and changed
+cells of the page tables with their new pages. They are followed by the given tokens of the entries,
+the number of guesses wanted after each, and the sampling parameters."""
 MOST_GUESSING = 512
-"""Slots of the largest graph of steps with guesses: a GPU is busy with more for longer than the
-host takes to queue them."""
+"""Slots of the largest graph of steps with guesses: larger steps keep a GPU busy for longer than
+the host needs to launch them."""
 NO_NUMBERS: Ints = np.zeros(0, dtype=np.int64)
 FLOATS = ("temperature", "top_p", "min_p")
 
 
 class GraphModel(Protocol):
-    """What a graph holds."""
+    """The part of a model that graphs capture."""
 
     def __call__(self, step: Step) -> Tensor:
         """Hidden states [T, hidden]."""
@@ -71,12 +72,12 @@ class Ending(Enum):
 
 
 class Sampling(NamedTuple):
-    """How the rows of a step choose their tokens.
+    """How the rows of a step sample their tokens.
 
     Attributes:
-        ending: what the graph does with their logits.
-        draws: by what they are drawn, there or from the logits; None, but not where others are
-            reported: each is the most likely one.
+        ending: what the graph does with the logits.
+        draws: their sampling parameters, in the graph or behind it; None (not with reported
+            log-probabilities): all rows are greedy.
     """
 
     ending: Ending
@@ -85,14 +86,14 @@ class Sampling(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Buffers, page tables and backends that graphs run on.
+    """Buffers, page tables and backends that graphs use.
 
     Attributes:
         backends: of the model's layers.
         rows: page tables and last tokens; their addresses stay.
         spare_pages: by page group, a spare page, to which padding writes.
-        alone: no other rank runs the same graphs; else rank 0 chooses tokens behind them, and all
-            capture the same ones at the same time.
+        alone: whether there is one rank; otherwise rank 0 samples outside of the graphs, and all
+            ranks capture the same graphs at the same time.
     """
 
     backends: Backends
@@ -108,15 +109,15 @@ class Place:
 
 
 class Replayed(NamedTuple):
-    """A step that a graph runs.
+    """A step that was launched as a graph.
 
     Attributes:
-        output: what the graph gives, of the rows that run.
-        trip: gives the step's tokens; those chosen from logits once `answer` has been told them.
-        draws: with logits the sampling's, on the device; None without.
-        guessing: the step runs guesses.
+        output: the graph's output for the rows that run.
+        trip: returns the step's tokens; if they are sampled from logits, after `answer` was called.
+        draws: sampling parameters on the device, if the output is logits; else None.
+        guessing: whether the step runs guesses.
 
-    The next step overwrites what lies on the device.
+    The next step overwrites the device tensors.
     """
 
     output: Tensor
@@ -126,12 +127,12 @@ class Replayed(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a graph is captured for.
+    """The key of a graph.
 
     Attributes:
-        slots: of its bucket.
+        slots: slots of its bucket.
         ending: how it ends.
-        guessing: some rows run guesses.
+        guessing: whether rows may run guesses.
     """
 
     slots: int
@@ -140,8 +141,8 @@ class Kind(NamedTuple):
 
 
 class DecodeLines(NamedTuple):
-    """What `ops.decode_slots` works out, [W] each: a step's fields, and the index of each row's
-    token among the slots."""
+    """Outputs of `ops.decode_slots`, [W] each: a step's fields, and the index of each row's token
+    among the slots."""
 
     ids: Tensor
     position: Tensor
@@ -155,7 +156,7 @@ class DecodeLines(NamedTuple):
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Numbers of slots that graphs are captured for, the last of them >= most."""
+    """Bucket sizes (slots) of graphs, the last one >= most."""
     found = [1, 2, 4, 8]
     while found[-1] < most:
         found.append(found[-1] + max(8, found[-1] // 4 // 8 * 8))
@@ -163,7 +164,8 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 
 def _whole(bucket: int) -> int:
-    """Numbers in a bucket's lines: kernels are compiled once for all multiples of 16."""
+    """Elements in a bucket's lines, a multiple of 16: kernels are specialised on divisibility by
+    16."""
     return -(-bucket // 16) * 16
 
 
@@ -173,14 +175,14 @@ class DecodeGraphs:
     Args:
         model: runs the steps.
         place: where.
-        max_rows: requests that run at once; each takes a slot in a step, and one more where the end
-            of its page follows.
+        max_rows: requests that run at once; each takes a slot in a step, and one more for a
+            landmark.
         drafts: guesses of a row at a time.
-        head: makes them; None: they are given.
+        head: the draft layer that makes them; None: they are given.
 
     Attributes:
-        buckets: numbers of slots of graphs.
-        pool: memory of all graphs of the device.
+        buckets: bucket sizes in slots.
+        pool: memory pool of all graphs of the device.
     """
 
     def __init__(
@@ -198,7 +200,7 @@ class DecodeGraphs:
         self.buckets = buckets_up_to(max(2 * max_rows, guessing))
         self._drafts, self._head = drafts, head
         device = place.rows.device
-        # Padding rows have temperature 0: they take their largest logit.
+        # Padding rows have temperature 0 (argmax).
         padding = [len(place.rows.last_token) - 1, 0, place.rows.tables.numel() - 1, 0]
         self._lines = Lines(
             [*padding, -1, 0, *(0 for _ in Draws._fields)],
@@ -213,15 +215,15 @@ class DecodeGraphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def kinds(self) -> list[Kind]:
-        """All that there can be."""
+        """All possible kinds."""
         found = [Kind(n, ending, False) for n in self._decoding for ending in Ending]
         if self._drafts:
             found += [Kind(n, ending, True) for n in self.buckets for ending in Ending]
         return [kind for kind in found if self._ends_in_graph(kind.ending, kind.guessing)]
 
     def _ends_in_graph(self, ending: Ending, guessing: bool) -> bool:
-        """Whether a graph may end so: where guesses follow the tokens, or states wait to be told
-        which tokens count, it must choose them itself."""
+        """Whether a graph may have this ending: if guesses are made after the tokens, or states are
+        advanced by accepted tokens, the graph must sample itself."""
         chooses = self._head is not None or (guessing and self.place.backends.settles)
         return ending is not Ending.LOGITS or not chooses
 
@@ -236,15 +238,16 @@ class DecodeGraphs:
         """Run a step; None where no graph fits it.
 
         Args:
-            decode: its entries: one of each row, or with `given` several, one behind the other.
-            grants: what it changes in the page tables.
-            sampling: how the entries choose.
-            given: [n], what they run, see `ops.decode_slots`; None: last tokens.
-            ahead: with `given` [n], guesses that the draft layer makes behind the row; empty: none.
+            decode: its entries: one per row or, with `given`, several consecutive ones.
+            grants: changes of the page tables.
+            sampling: how the entries sample.
+            given: [n], the tokens that they run, see `ops.decode_slots`; None: last tokens.
+            ahead: with `given` [n], number of guesses that the draft layer makes after the row;
+                empty: none.
         Returns:
             The logits [n, V] float32 of the entries' tokens; or with another ending the tokens [n]
-            int64 that they choose, or the log-probabilities of `lines_of`. `last_token` then holds
-            the tokens as well: of several of a row the last that counts.
+            int64 that they choose, or the log-probabilities of `lines_of`. The tokens are
+            also written to `last_token`: for a row with several entries, its last accepted token.
         """
         if not self._ends_in_graph(sampling.ending, given is not None):
             return None
@@ -272,15 +275,15 @@ class DecodeGraphs:
         return Replayed(output, trip, draws, kind.guessing)
 
     def answer(self, replayed: Replayed, tokens: Tensor) -> None:
-        """Queue a copy of the tokens [n] int64, chosen from the last step's logits, to where graphs
-        that choose put theirs."""
+        """Queue a copy of the tokens [n] int64, sampled from the last step's logits, to the place
+        where sampling graphs write theirs."""
         rows, _ = self._ends(tokens, replayed.guessing)
         self._lines.answer(tokens, self.place.rows.last_token, rows)
         replayed.trip.returns(len(tokens))
 
     def prepare_next(self) -> bool:
-        """Capture the next of the kinds that most steps need; False: all are there. The largest are
-        first, so that the others reuse their memory."""
+        """Capture the next missing graph of the most frequent kinds; False: none is missing. The
+        largest are first, so that the others reuse their memory."""
         if self._ahead is None:
             endings = (Ending.GREEDY, Ending.DRAW) if self.place.alone else (Ending.LOGITS,)
             ahead = (k for k in self.kinds() if k.ending in endings)
@@ -306,10 +309,10 @@ class DecodeGraphs:
             self._run(kind, True)
 
     def _graph(self, kind: Kind) -> Captured:
-        """The graph of such steps, captured when it is first asked for."""
+        """The graph of a kind, captured at first use."""
         last = self._last
         if last is not None and last[0] == kind:
-            # Steps are mostly like the one before.
+            # Most steps have the kind of the previous one.
             return last[1]
         captured = self._captured.get(kind)
         if captured is None:

@@ -1,4 +1,4 @@
-"""Records in host memory, and their way between there and the pools of the device."""
+"""Records in host memory, and copies between them and the pools on the device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from cairn.distributed.groups import ALONE, Group
 from cairn.runner.shared_memory import SharedMemory
 
 BLOCK = 8 << 20
-"""Bytes of records that are put together at a time."""
+"""Bytes of records that are copied at a time."""
 
 
 class HostRecords:
-    """Places for records in host memory, by kind, with a checksum of each.
+    """Slots for records in host memory, by kind, with a checksum of each.
 
     Args:
-        pools: where records come from and go to.
-        counts: places, by kind.
+        pools: the device pools.
+        counts: number of slots, by kind.
         group: ranks whose records are moved together.
-        shared: the memory can be mapped by other processes, see `SharedMemory`; what was moved into
-            host memory is there on all ranks when `move` returns.
+        shared: the memory can be mapped by other processes, see `SharedMemory`; when `move` into
+            host memory returns, it is complete on all ranks.
 
     Attributes:
-        memories: of all ranks, as rank 0 maps them; empty on others, and where they are not shared.
+        memories: the memory of every rank, mapped by rank 0; empty on other ranks, and if not
+            shared.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class HostRecords:
             if group.rank == 0:
                 mapped = [SharedMemory.of((pid, fd), counts, sizes) for pid, fd in others]
                 self.memories = [memory, *mapped]
-            # Open until rank 0 has mapped it.
+            # Kept open until rank 0 has mapped it.
             group.least(0, self._device)
             memory.close()
         else:
@@ -71,7 +72,7 @@ class HostRecords:
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move], into_host: bool) -> list[Move]:
-        """Execute moves of one kind or several; see `cairn.cache.host.Mover`."""
+        """Execute moves; see `cairn.cache.host.Mover`."""
         damaged: list[Move] = []
         for kind, layout in enumerate(self.layouts):
             own = [move for move in moves if move.kind == kind]
@@ -90,7 +91,7 @@ class HostRecords:
         return damaged
 
     def _on_any_rank(self, damaged: Sequence[Move], moves: Sequence[Move]) -> list[Move]:
-        """Which of the moves found a damaged record on this rank or on another one."""
+        """The moves that found a damaged record on any rank."""
         bad = set(damaged)
         own = torch.tensor([move in bad for move in moves], device=self._device)
         every = self._group.gathered(own).any(0).tolist()
@@ -114,17 +115,17 @@ class HostRecords:
         return self._rows[kind].data_ptr() + slot * size, size
 
     def seal(self, kind: int, slot: int) -> int:
-        """Note the checksum of the bytes that are there now; returns it."""
+        """Store the checksum of the record's current bytes; returns it."""
         found = zlib.crc32(self._bytes[kind][slot])
         self._sums[kind][slot] = found
         return found
 
     def sum_of(self, kind: int, slot: int) -> int | None:
-        """The checksum that was noted; None: the record is known to be damaged."""
+        """The stored checksum; None: the record is known to be damaged."""
         return int(self._sums[kind][slot])
 
     def intact(self, kind: int, slot: int) -> bool:
-        """Whether the bytes are those that were sealed."""
+        """Whether the bytes still match the stored checksum."""
         return zlib.crc32(self._bytes[kind][slot]) == int(self._sums[kind][slot])
 
     def _store(self, kind: int, moves: Sequence[Move]) -> None:
@@ -146,12 +147,13 @@ class HostRecords:
             field[index] = block[:, place]
 
     def _index(self, kind: int, moves: Sequence[Move]) -> Tensor:
-        """Where on the device the records are."""
+        """Device indices of the records."""
         first = self._pools.first_snapshot if kind == STATE else 0
         return torch.tensor([first + move.page for move in moves], device=self._device)
 
     def _fields(self, kind: int, layout: RecordLayout) -> Iterator[tuple[slice, Tensor]]:
-        """Place in a record, and the bytes [pages or states, n] on the device, of each field."""
+        """For each field its range in a record, and its bytes [pages or states, n] on the
+        device."""
         every = self._pools.rows if kind == STATE else self._pools.pages
         for part in layout.parts:
             field = every[part.layer][part.name]

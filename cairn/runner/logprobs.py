@@ -15,25 +15,25 @@ from cairn.runner.staging import Arriving, send
 from cairn.types import Alternatives, LogprobColumns
 
 BLOCK_BYTES = 128 << 20
-"""Lines of the vocabulary are looked through in blocks of at most so many bytes of float32."""
+"""Most bytes (float32) of logits that are processed at once."""
 LEAST_CHOSEN, MOST_CHOSEN = 32, 4096
-"""At least so many are looked for: kernels are compiled for how many. More than the most are sorted
-out of all."""
+"""Lower bound of the number of alternatives that are selected, because kernels are compiled per
+number; above the upper bound the whole vocabulary is sorted."""
 MOST_OF_GRAPHS = LEAST_CHOSEN
-"""Alternatives that a graph reports of each token."""
+"""Alternatives per token that a graph reports."""
 
 
 def block_rows(vocab_size: int) -> int:
-    """Lines of a block."""
+    """Rows of logits per block."""
     return max(1, BLOCK_BYTES // (4 * vocab_size))
 
 
 class _Part(NamedTuple):
-    """What is reported of some tokens that want the same.
+    """Log-probabilities of tokens that want the same number of alternatives.
 
     Attributes:
-        at: their places among all.
-        columns: waits for it.
+        at: their indices among all tokens.
+        columns: function that waits for the result.
     """
 
     at: Sequence[int]
@@ -41,19 +41,19 @@ class _Part(NamedTuple):
 
 
 class Reported:
-    """What is reported of some tokens, on its way to the host."""
+    """Log-probabilities of some tokens, being copied to the host."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts = parts
 
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, wanted: Sequence[int]) -> Self:
-        """Put it together on the device.
+        """Compute them on the device.
 
         Args:
             logits: [n, V] float32.
-            tokens: [n] int64, those taken; -1 where there is none, of which any may be reported.
-            wanted: [n], how many of the most likely ones are reported beside each; -1: all.
+            tokens: [n] int64, sampled tokens; for -1 (none) anything may be reported.
+            wanted: [n], number of most likely alternatives to report for each; -1: all.
         """
         parts: list[_Part] = []
         rows, vocab_size = logits.shape
@@ -73,13 +73,12 @@ class Reported:
 
     @classmethod
     def of_lines(cls, lines: Tensor, rows: Sequence[int], wanted: Sequence[int]) -> Self:
-        """Of some rows of `lines_of` a step.
+        """Take them from rows of a step's `lines_of`.
 
         Args:
-            lines: [T, 2 (k + 1) + 1] int32, of all its rows; may be overwritten by what is queued
-                later.
-            rows: [n], those of which something is reported.
-            wanted: [n], how many of the most likely ones, at most k.
+            lines: [T, 2 (k + 1) + 1] int32, of all rows of the step; later work may overwrite it.
+            rows: [n], the rows to report.
+            wanted: [n], number of alternatives, at most k.
         """
         arriving = Arriving(lines)
         return cls(
@@ -90,7 +89,7 @@ class Reported:
         )
 
     def entries(self) -> list[Alternatives]:
-        """One for each of the tokens; waits for them."""
+        """One entry per token; waits for the copy."""
         if len(self._parts) == 1:
             [columns] = self.columns()
             return list(columns.positions())
@@ -100,12 +99,13 @@ class Reported:
         return [found[i] for i in sorted(found)]
 
     def columns(self) -> list[LogprobColumns]:
-        """The same side by side, where all want the same; waits for them."""
+        """All entries as arrays, if all want the same number of alternatives; waits for the
+        copy."""
         return [part.columns() for part in self._parts]
 
 
 def _alike(wanted: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Each number that is wanted, and where it is."""
+    """Each wanted number of alternatives, and the indices of the tokens that want it."""
     for count in sorted(set(wanted)):
         yield count, [i for i, other in enumerate(wanted) if other == count]
 
@@ -128,12 +128,12 @@ def lines_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Args:
         logits: [n, V] float32.
-        tokens: [n] int64, those taken, as in `Reported.of`.
+        tokens: [n] int64, sampled tokens, as in `Reported.of`.
 
     Returns:
         [n, 2 (k + 1) + 1] int32, k = min(MOST_OF_GRAPHS, V): ids of the k most likely tokens and of
-        the one taken, as many log-probabilities, float32 by their bits, and the rank of the one
-        taken.
+        the sampled one, as many log-probabilities, float32 by their bits, and the rank of the
+        sampled one.
     """
     ids, values, ranks = _most_likely(logits, tokens.clamp(min=0), MOST_OF_GRAPHS)
     return torch.cat((ids.int(), values.view(torch.int32), ranks.int()[:, None]), 1)
@@ -141,15 +141,15 @@ def lines_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 def _most_likely(logits: Tensor, taken: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Ids [n, count + 1] int64 and log-probabilities [n, count + 1] of the most likely tokens and
-    of those taken [n], and the ranks of these [n] int64."""
+    of the sampled ones `taken` [n], and the ranks of these [n] int64."""
     peak, log_sum, rank = ops.score_tokens(logits, taken)
     ids = torch.cat((largest(logits, count), taken[:, None]), 1)
     return ids, logits.gather(1, ids) - peak[:, None] - log_sum[:, None], rank
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """Where the `count` largest of each line of values [n, V] float32 are, the largest first; of
-    equals those in front: [n, count] int64."""
+    """Indices [n, count] int64 of the `count` largest values in each row of values [n, V] float32,
+    in descending order; ties go to the lower index."""
     if not count:
         return values.new_empty((len(values), 0), dtype=torch.int64)
     if count > MOST_CHOSEN:

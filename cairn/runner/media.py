@@ -1,4 +1,4 @@
-"""Images and videos of a prompt as the runner gets them: pixels, and their placeholder tokens.
+"""Preprocessed images and videos of a prompt: pixels, and their placeholder tokens.
 
 Imports no torch: both processes of a server import it.
 """
@@ -124,7 +124,7 @@ class Placed:
         self._table = self._positions(media.spans) if axes > 1 else self._text(0, self.end, 0)
 
     def positions(self, begin: int, end: int) -> Ints:
-        """Of tokens begin, ..., end - 1: [3, n]; [1, n] where they are the same on all axes."""
+        """Positions of tokens begin, ..., end - 1: [3, n]; [1, n] if equal on all axes."""
         known = self._table[:, begin : min(end, self.end)]
         if not any(s.first < end and begin < s.end for s in self.media.spans):
             known = known[:1]

@@ -32,8 +32,7 @@ PAGES = 8
 FRAMED = 64
 """Queries whose pages fit into the frames of the temporary pool together."""
 CONTEXT = 1 << 16
-"""Steps run after at most this many tokens: what they take does not grow behind it, their time
-would."""
+"""Longest context of measured steps: memory does not grow beyond it, but time would."""
 FRAGMENTS = 32 << 20
 """Bytes added to the activations: measured steps use free blocks between the weights that small
 tensors of the page pools break up later."""
@@ -46,19 +45,19 @@ TARGETS = 256
 """Prompt log-probabilities that the largest prefill step reports."""
 
 DRAWN = SamplingParams(temperature=0.5, top_k=10, top_p=0.9, min_p=0.01)
-"""All that a graph samples by."""
+"""Uses every sampling parameter that a graph supports."""
 REPORTED = replace(DRAWN, logprobs=1)
 EVERYTHING = replace(REPORTED, repetition_penalty=1.1, logit_bias={0: 1.0}, prompt_logprobs=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps to come.
+    """The steps to measure.
 
     Attributes:
-        slots: of a prefill step.
+        slots: slots of a prefill step.
         longest: user tokens of the longest sequence.
-        graphs: steps run as CUDA graphs.
+        graphs: whether steps run as CUDA graphs.
     """
 
     slots: int
@@ -68,14 +67,14 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What steps take of the device, in bytes.
+    """Device memory of steps, in bytes.
 
     Attributes:
         activations: the most that torch held while the steps ran, a little more than their tensors,
-            and FRAGMENTS. What it holds of other steps later may be more yet, and goes back when
+            and FRAGMENTS. The allocator may later hold more for other steps, and frees that when
             needed.
-        graphs: all graphs. Another process that takes or gives back memory meanwhile counts here.
-        kept: what stays in use beside torch's memory, such as kernels.
+        graphs: memory of all graphs, including changes by other processes during the measurement.
+        kept: memory that stays in use outside of torch's allocator, such as kernels.
     """
 
     activations: int = 0
@@ -94,9 +93,9 @@ def measured(
     form: PageFormat,
     device: torch.device,
 ) -> Measured:
-    """`measure`, or what it found the last time, from a note beside the compiled kernels: for the
-    same arguments, sources, versions and kind of device. Then nothing is kept yet. A measurement
-    that another process disturbed is not noted."""
+    """`measure`, or its result of an earlier run with the same arguments, sources, versions and
+    kind of device, cached in a file beside the compiled kernels; `kept` then covers what is not
+    loaded yet. Measurements that another process disturbed are not cached."""
     note = note_of((spec, shape, steps, form), device)
     with contextlib.suppress(OSError, ValueError, TypeError):
         if note is not None:
@@ -118,14 +117,14 @@ def measure(
     form: PageFormat,
     device: torch.device,
 ) -> Measured:
-    """Measure it; what is kept is in use by then, and 0 here.
+    """Measure the memory of steps. `kept` is 0, because it is in use already.
 
     Args:
         model: on the device, loaded.
-        mixers: of the model's layers.
-        shape: of the runner to come.
-        steps: the largest.
-        form: of the pages.
+        mixers: specs of the model's mixers.
+        shape: sizes of the future runner.
+        steps: sizes of the largest steps.
+        form: storage format of the pages.
         device: a GPU.
 
     Raises:
@@ -153,7 +152,7 @@ def measure(
             runner.encoder.rehearse(shape.image_sides[-1:])
         peak = torch.cuda.max_memory_reserved(device)
         del runner
-        # What is kept now stays: it counts as use by others once the pages below are gone.
+        # Memory kept now stays in use after the pages below are freed, and counts as use by others.
         activations = peak - _reserved(device) + FRAGMENTS + (shape.encoder_bytes or 0)
         graphs = 0
         graphing = Runner(model, mixers, pools, shape, device)
@@ -170,7 +169,7 @@ def measure(
 
 
 def _first(runner: Runner, steps: Steps) -> list[StepPlan]:
-    """The steps of the warm-up to come."""
+    """The steps of the later warm-up."""
     shape, guesses = runner.shape, runner.draft_head is not None
     chunk = int(shape.slots.tokens_in(steps.slots))
     # Window pages are granted also to models without such layers, which ignore them.
@@ -196,7 +195,7 @@ def prefill_step(
 
     Args:
         shape: of the runner.
-        steps: how many slots, and the longest sequence.
+        steps: number of slots, and the longest sequence.
         spread: divide them among all rows instead.
         targets: prompt log-probabilities to report, at most.
     """
@@ -227,9 +226,10 @@ def decode_step(
     Args:
         shape: of the runner.
         longest: user tokens of the longest sequence.
-        eager: rows are sampled by EVERYTHING, which no graph does.
-        rows: how many, none of which fills a page; None: all, and each fills its page.
-        params: by which rows are sampled where a graph runs them.
+        eager: rows are sampled by EVERYTHING, which graphs do not support.
+        rows: number of rows, none of which fills a page; None: all rows, each of which fills its
+            page.
+        params: sampling parameters of rows in a graph.
     """
     slots, longest = shape.slots, min(longest, CONTEXT)
     end = max(1, longest // slots.tokens_per_page * slots.tokens_per_page)
@@ -243,8 +243,8 @@ def decode_step(
 
 
 def verify_steps(runner: Runner, longest: int, most: int) -> list[StepPlan]:
-    """A step of rows with as many guesses as there may be, in up to `most` slots; none where there
-    are no guesses, or rows are shorter."""
+    """A step of rows with the largest number of guesses, in up to `most` slots; none without
+    speculation, or if rows are too short."""
     shape, longest = runner.shape, min(longest, CONTEXT)
     each, ahead = shape.drafts + 1, shape.drafts if runner.draft_head is not None else 0
     first = longest - each - ahead
@@ -264,7 +264,7 @@ def _plan(
     params: SamplingParams,
     decode: DecodeWork = NO_ROWS,
 ) -> StepPlan:
-    """The works, in rows that are sampled by `params`."""
+    """The plan of these works, in rows that are sampled by `params`."""
     pages = tuple(i % PAGES for i in range(shape.slots.pages_for(longest)))
     rows = [*decode.row.tolist(), *(work.row for work in works)]
     opened = (RowOpen(row, "profile", params, seed=0, history=(0,), num_prompt=1) for row in rows)

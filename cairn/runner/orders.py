@@ -1,8 +1,8 @@
-"""What rank 0 tells the other ranks: one numbered stream of steps and calls, in MessagePack.
+"""Orders from rank 0 to the other ranks: one numbered stream of steps and calls, in MessagePack.
 
-Every rank follows it in order; beside the collectives in a step nothing else keeps ranks together.
-Arrays travel as the bytes of little-endian int64. What rank 0 alone reads is left out: how tokens
-are chosen is its business, and the others get them as data.
+Every rank executes it in order; besides the collectives in a step, nothing else synchronises ranks.
+Arrays are sent as the bytes of little-endian int64. Fields that only rank 0 reads are left out:
+rank 0 samples, and the other ranks receive the tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cairn.types import SamplingParams
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load the rank's share of a model, in the place of what it has; the numbers begin anew.
+    """Load the rank's share of a model, replacing the current one; order numbers restart.
 
     Attributes:
-        number: of the order.
+        number: number of the order.
         model: the model's folder.
-        options: with every choice that could differ between ranks made.
+        options: with every automatic choice fixed that could differ between ranks.
     """
 
     number: int
@@ -52,11 +52,11 @@ class Moves(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Do something beside steps.
+    """Call a method of the runner.
 
     Attributes:
         number: of the order.
-        name: of a method of `cairn.runner.runner.Runner` or its parts, one of CALLS.
+        name: a method of `cairn.runner.runner.Runner` or its parts, one of CALLS.
         arguments: by name.
     """
 
@@ -67,12 +67,12 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 Order = Load | Step | Moves | Call
 FRAME = struct.Struct("<Q")
-"""An order's length, in front of it."""
+"""Length prefix of an order."""
 
 CAPTURES = ("graphs.prepare_next", "prefill_graphs.prepare_next")
-"""Each call captures one graph; false: all are there."""
+"""Calls that each capture one graph; they return False when none is missing."""
 CALLS = ("forget_reads", "encoder.rehearse", "experts.rebalance", *CAPTURES)
-"""What may be called."""
+"""The methods that may be called."""
 
 
 class OrderWriter:
@@ -105,7 +105,7 @@ class OrderWriter:
 
 
 class OrderReader:
-    """Decodes them, and checks that none is missing."""
+    """Decodes orders, and checks that none is missing."""
 
     def __init__(self) -> None:
         self._decoder = msgspec.msgpack.Decoder(Order, dec_hook=_array)
@@ -128,12 +128,12 @@ def _plain(value: Any) -> Any:
 
 
 def _array(kind: Any, content: bytes) -> Any:
-    # A copy: what tensors are made of must be writable.
+    # A copy, because arrays behind tensors must be writable.
     return np.frombuffer(content, dtype="<i8").copy()
 
 
 def _for_others(opened: RowOpen) -> RowOpen:
-    """Without what rank 0 alone reads."""
+    """A RowOpen without the fields that only rank 0 reads."""
     reported = SamplingParams(
         temperature=0,
         prompt_logprobs=opened.params.prompt_logprobs,

@@ -1,10 +1,10 @@
 """Steps with prefills as CUDA graphs: one launch for the whole model.
 
 Up to some hundreds or thousands of slots the host takes longer to queue the kernels of a step than
-a GPU to run them. So such a step is padded to the next bucket; what its slots are is written where
-the bucket's graph reads, and the graph is replayed. As with decode steps, nothing in it depends on
-what the step was when it was captured. What follows the model, a few kernels, depends on who wants
-which tokens and is queued one by one.
+a GPU to run them. So such a step is padded to the next bucket, its inputs are written to the
+buffers of the bucket's graph, and the graph is replayed. As with decode graphs, nothing in it
+depends on values at capture. The few kernels after the model depend on which rows sample and are
+launched eagerly.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ log = logging.getLogger(__name__)
 MOST = 8192
 """Slots of the largest bucket of any model."""
 BUSY = 1.04e11
-"""Slots times weights of a layer that keep a GPU as busy as the host; a layer that selects, with
-twice the kernels, counts as two. An H100 with 7.3e9 weights in 32 layers, 8 of which select, still
-waited for the host in steps of 576 slots, no longer in those of 640."""
+"""Slots times weights per layer at which a GPU takes as long as the host; a layer that selects
+pages has twice the kernels and counts as two. An H100 with 7.3e9 weights in 32 layers, 8 of which
+select, still waited for the host in steps of 576 slots, no longer in those of 640."""
 SMALLEST, LARGE = 16, 512
 MORE_PAGES = 16
-"""Pages that a step of several rows may complete beside those that the slots of one row would."""
+"""Pages that a step of several rows may complete in addition to those of a single row."""
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Numbers of slots that graphs are captured for, the last of them `most` or a few more. Padding
-    is less than SMALLEST slots or a fifth of the bucket, from LARGE slots on a ninth."""
+    """Bucket sizes (slots) of graphs, the last of them `most` or a little more. Padding is less
+    than SMALLEST slots or a fifth of the bucket, from LARGE slots on a ninth."""
     found = [SMALLEST]
     while found[-1] < most:
         octave = 1 << found[-1].bit_length() - 1
@@ -54,17 +54,18 @@ def worthwhile(weights: int, layers: int) -> int:
 
     Args:
         weights: parameters.
-        layers: how many, those that select counted twice.
+        layers: number of layers, those that select counted twice.
     """
     return max(SMALLEST, min(MOST, int(BUSY * layers / weights)))
 
 
 class Kind(NamedTuple):
-    """What a graph is captured for.
+    """The key of a graph.
 
     Attributes:
-        slots: of its bucket.
-        cuts: how they are cut. Of many slots, `chunked` makes no difference.
+        slots: slots of its bucket.
+        cuts: how attention cuts the step into tiles. With many slots, `chunked` makes no
+            difference.
     """
 
     slots: int
@@ -75,7 +76,7 @@ class PrefillGraphs:
     """Graphs of steps of any kind on one device.
 
     Args:
-        decoding: those of decode steps, of the same model in the same place.
+        decoding: the decode graphs of the same model.
         most: slots of the largest graph, see `worthwhile`.
     """
 
@@ -91,8 +92,8 @@ class PrefillGraphs:
         self._ahead: list[Kind] | None = None
 
     def run(self, layout: Layout) -> Tensor | None:
-        """Queue the model's pass over a step, and before it what it changes in the page tables;
-        None, and nothing is queued, where no graph fits.
+        """Launch the model on a step, after writing its changes of the page tables; None, and
+        nothing is launched, if no graph fits.
 
         Returns:
             Hidden states [T, hidden] of its slots; the next step overwrites them.
@@ -138,7 +139,7 @@ class PrefillGraphs:
             self._run(kind, True)
 
     def prepare(self, kind: Kind) -> None:
-        """Capture a kind's graph, if that has not been done and there is memory for it."""
+        """Capture a kind's graph, if it is missing and there is memory for it."""
         if kind in self._captured or kind in self._too_large:
             return
         began = time.perf_counter()
@@ -148,7 +149,7 @@ class PrefillGraphs:
             self._captured[kind] = capture(functools.partial(self._run, kind), self._pool)
         except torch.OutOfMemoryError as error:
             if not self._place.alone:
-                # Other ranks have it, and would run it without this one.
+                # Other ranks have captured it, and would run it without this one.
                 raise
             self._too_large.add(kind)
             log.warning("steps of %d slots run without a graph: %s", kind.slots, error)

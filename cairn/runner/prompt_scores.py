@@ -29,14 +29,14 @@ class PromptScores(NamedTuple):
         wanted: int,
         vocab_size: int,
     ) -> Self:
-        """Queue them.
+        """Launch their computation.
 
         Args:
             logits_of: [n, hidden] -> [n, V] float32.
             hidden: [T, hidden] of a step.
-            work: has the targets.
-            index: of the slots in front of these.
-            wanted: how many alternatives are reported of each; -1: all.
+            work: the work with the targets.
+            index: indices of the slots before the targets.
+            wanted: number of alternatives reported per token; -1: all.
             vocab_size: V.
         """
         targets = np.array(work.prompt_targets, dtype=np.int64)
@@ -50,6 +50,6 @@ class PromptScores(NamedTuple):
         return cls(work, tuple(blocks))
 
     def logprobs(self) -> PromptReport:
-        """Wait for them."""
+        """Wait for the log-probabilities."""
         parts = tuple(part for block in self.blocks for part in block.columns())
         return PromptReport(self.work.row, self.work.first + 1, parts)

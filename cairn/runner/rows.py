@@ -1,5 +1,5 @@
-"""A StepPlan as one ragged batch on the device. The only place where the ids of slots that hold no
-user token appear."""
+"""Turns a StepPlan into one ragged batch on the device. The only module that writes token ids of
+landmark slots."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from cairn.runner.staging import send
 from cairn.runner.step import Ints, RowWork, StepPlan
 
 LAST_TOKEN = -1
-"""Stands for the token that was sampled last in the slot's row; only the device may know it yet."""
+"""Placeholder for the last sampled token of the slot's row, which may only be known on the device
+yet."""
 
 
 class Grants(NamedTuple):
-    """What a step changes in the page tables.
+    """A step's changes of the page tables.
 
     Attributes:
-        cells: [G], cells counted through all rows.
-        pages: [G] int32, what they hold now.
+        cells: [G], flat indices into the page table.
+        pages: [G] int32, their new values.
     """
 
     cells: Ints
@@ -38,14 +39,14 @@ NO_GRANTS = Grants(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
 
 class Layout(NamedTuple):
-    """A step's numbers on the host.
+    """A step laid out on the host.
 
     Attributes:
-        arrays: what a Batch holds as tensors.
+        arrays: the values of a Batch's tensors.
         rows: the rows that run, in the plan's order.
         last: [R], index in the batch of each row's last user token; a page's end may follow it.
-        grants: what the plan changes in the page tables.
-        inserts: embeddings that stand in the places of tokens.
+        grants: the plan's changes of the page tables.
+        inserts: embeddings that replace those of placeholder tokens.
     """
 
     arrays: StepArrays
@@ -68,26 +69,26 @@ class Layout(NamedTuple):
 
 class Rows:
     """The page tables, kept on the host and mirrored on the device, and every row's last token,
-    which goes from step to step on the device.
+    which stays on the device from step to step.
 
     Args:
         num_rows: requests that run at once, and the branches of their guesses.
         max_pages: pages of the longest sequence.
-        slots: the arithmetic of slots.
-        page_end_id: token id of slots that end a page and hold no user token.
-        device: where batches live.
+        slots: slot arithmetic.
+        page_end_id: token id of landmark slots.
+        device: device of batches.
         groups: page groups; each has a table.
-        axes: positions of a token.
+        axes: rotary positions per token.
 
     Attributes:
-        last_token: [num_rows + 1] int64 on the device, -1 where a row could choose none; the one
-            behind the rows belongs to padding.
-        page_tables: by group, [num_rows, max_pages] int32 on the device; their addresses stay. In
-            that of windowed layers what lies behind windows is stale.
-        num_requests: rows of requests: all, unless somebody sets less. Row i * num_requests + r is
-            the one of branch i of row r.
-        shift: [num_rows + 1] int64 on the device, how far positions behind a row's images are ahead
-            of its tokens' numbers; None: tokens have one position.
+        last_token: [num_rows + 1] int64 on the device, -1 where a row could choose none; the last
+            entry is for padding.
+        page_tables: by group, [num_rows, max_pages] int32 on the device; at fixed addresses. In the
+            table of window layers, entries before the window are stale.
+        num_requests: rows of requests (settable; all by default). Row i * num_requests + r is
+            branch i of row r.
+        shift: [num_rows + 1] int64 on the device, rotary position minus token index after a row's
+            images; None: tokens have one position.
     """
 
     def __init__(
@@ -103,9 +104,9 @@ class Rows:
         self.slots = slots
         self.page_end_id = page_end_id
         self.device = device
-        # The rows once for each group, and a spare row for padding.
+        # The rows of each group, and a spare row for padding.
         self._host_tables = np.zeros((num_rows * groups + 1, max_pages), dtype=np.int32)
-        # On the CPU the device's tables are the host's: one memory.
+        # On the CPU the device's tables share the host's memory.
         self._tables = torch.from_numpy(self._host_tables).to(device)
         self._num_rows, self._groups = num_rows, groups
         self.num_requests = num_rows
@@ -117,7 +118,7 @@ class Rows:
             self.shift = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
 
     def open(self, row: int, media: PromptMedia | None) -> None:
-        """A prompt with these images takes the row."""
+        """Start a row with a prompt's images."""
         before = self._placed.pop(row, None)
         delta = 0 if before is None else before.delta
         if media is not None:
@@ -127,15 +128,16 @@ class Rows:
             self.shift[row] = now
 
     def close(self, row: int) -> None:
-        """The row's prompt has ended."""
+        """End a row."""
         self.open(row, None)
 
     def shifted(self, position: Tensor, row: Tensor) -> Tensor:
-        """Positions [n] of generated tokens in `rows` [n], of their numbers."""
+        """Rotary positions [n] of generated tokens of `rows` [n] with these token indices."""
         return position if self.shift is None else position + self.shift[row]
 
     def remember(self, rows: Tensor, tokens: Tensor) -> None:
-        """Store the tokens [n] sampled for `rows` [n], which work without tokens runs next."""
+        """Store the tokens [n] sampled for `rows` [n]; works without explicit tokens run them
+        next."""
         self.last_token[rows] = tokens
 
     @property
@@ -150,7 +152,7 @@ class Rows:
         return self._tables.shape[1] * self.slots.page_size
 
     def page_of(self, row: int, logical: int, group: int) -> int:
-        """The physical page of a logical one of a row, as the host knows it."""
+        """The physical page of a row's logical page, from the host's table."""
         return int(self._host_tables[row + group * self._num_rows, logical])
 
     def lay_out(self, plan: StepPlan) -> Layout:
@@ -205,8 +207,8 @@ class Rows:
         """The layout as tensors on the device, and its pages in the tables there.
 
         Args:
-            watch: indices of queries whose reads are wanted.
-            inserted: embeddings that stand in the places of tokens.
+            watch: indices of queries whose selections are reported.
+            inserted: embeddings that replace those of placeholder tokens.
         """
         if self.device.type != "cpu":
             write_cells(self._tables, layout.grants)
@@ -219,8 +221,8 @@ class Rows:
     def _place(
         self, position: Ints, row: Ints, first: Ints, end: Ints, start: Ints
     ) -> tuple[Ints, tuple[Insert, ...]]:
-        """Positions of a step around the images of its rows: [T], or [axes, T] where some differ by
-        axis; and the embeddings that it needs.
+        """Rotary positions of a step with images: [T], or [axes, T] if some differ by axis; and the
+        embeddings that it needs.
 
         Args:
             position: [T], as if all was text.
@@ -275,12 +277,12 @@ class Rows:
         return self._with_branches(grants, branches) if branches else grants
 
     def last_page(self, work: RowWork, branch: int, group: int) -> int:
-        """The page that a row writes, or, for a branch from 1 on, the one that this writes."""
+        """The page that a row (branch 0) or one of its branches writes."""
         logical = int(self.slots.slot_of(work.first)) // self.slots.page_size
         return self.page_of(work.row, logical + branch, group)
 
     def _with_branches(self, grants: Grants, branches: Sequence[RowWork]) -> Grants:
-        """Write the tables of branches too: the pages of their rows, but for the last."""
+        """Write the tables of branches too: the pages of their rows, except the last."""
         cells, pages = [grants.cells], [grants.pages]
         width = self._host_tables.shape[1]
         for work in branches:
@@ -305,7 +307,7 @@ def write_cells(tables: Tensor, grants: Grants) -> None:
 def filled(ids: Tensor, row: Tensor, last_token: Tensor) -> Tensor:
     """Token ids [T] on the device, LAST_TOKEN replaced by `last_token` of the slot's row [T].
 
-    A row without a token to choose runs once more before the host knows: any token will do, but
-    the model has none below 0.
+    A row that could choose no token runs once more before the host knows that; it then runs token
+    0, because ids below 0 are invalid.
     """
     return torch.where(ids == LAST_TOKEN, last_token[row].clamp(min=0), ids)

@@ -1,7 +1,7 @@
-"""StepPlan -> StepResult: lays the rows out, runs the model, samples. No policy.
+"""Runs a StepPlan: lays out the rows, runs the model, samples. No scheduling policy.
 
-On a GPU a step is only queued here; its tokens go to the next one on the device, and the host
-waits for them when it asks for the result.
+On a GPU a step is only launched here; its tokens stay on the device for the next step, and the host
+waits for them when it reads the result.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class StepModel(Protocol):
-    """What the runner needs of a model."""
+    """The interface of a model that the runner needs."""
 
     def __call__(self, step: Step) -> Tensor:
         """Hidden states [T, hidden] of every slot of the step."""
@@ -67,12 +67,12 @@ class StepModel(Protocol):
         """[n, hidden] -> [n, V] float32 over the user vocabulary."""
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """An image or video [frames, height, width, 3] uint8 -> [n, hidden]; asked of models with
+        """An image or video [frames, height, width, 3] uint8 -> [n, hidden]; only for models with
         an encoder."""
 
     def abridged(self, backends: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        """Within, steps run one block of each kind, with these backends by layer: every kernel of
-        the model, with meaningless results."""
+        """Context manager in which steps run one block of each kind, with these backends by layer:
+        they launch every kernel of the model, with meaningless results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class RunnerShape:
         max_pages: pages of the longest sequence.
         vocab_size: user vocabulary; the first id after it fills slots that hold no user token.
         slots: slot arithmetic.
-        graph_slots: slots of the largest step with prefills that is a graph.
+        graph_slots: largest step with prefills, in slots, that runs as a graph.
         drafts: guesses of a row at a time.
-        branches: guesses of a row side by side.
-        encoder_bytes: embeddings of images that are kept; None: the model has no encoder.
-        image_sides: of square images, from the smallest to the largest.
-        axes: positions of a token.
+        branches: alternative chains of guesses per row.
+        encoder_bytes: size of the cache of image embeddings; None: the model has no encoder.
+        image_sides: sides of square images for warm-up, ascending.
+        axes: rotary positions per token.
     """
 
     num_rows: int
@@ -105,17 +105,17 @@ class RunnerShape:
 
 
 class _Chosen(NamedTuple):
-    """What a step chose.
+    """The outputs of a step.
 
     Attributes:
-        arriving: the choices, on their way to the host.
-        report: what is reported of them.
-        selection: what the queries of some works read.
-        prompts: what is reported of prompts.
-        seconds: that it has taken the host in the model.
-        drafts: the guesses that it ran.
-        guesses: those that follow.
-        tree: the branches that it ran.
+        arriving: the sampled tokens, being copied to the host.
+        report: their log-probabilities.
+        selection: pages that the queries of some works selected.
+        prompts: prompt log-probabilities.
+        seconds: host time in the model.
+        drafts: the guesses that it verified.
+        guesses: new guesses after its tokens.
+        tree: its branches.
     """
 
     arriving: Arriving | Trip
@@ -132,8 +132,8 @@ class LaunchedStep:
     """A launched step whose results have not been read.
 
     Args:
-        plan: what it runs.
-        choose: queues what stands behind the model: what the rows choose.
+        plan: its plan.
+        choose: launches the sampling after the model.
     """
 
     def __init__(self, plan: StepPlan, choose: Callable[[Masks], _Chosen]) -> None:
@@ -142,7 +142,7 @@ class LaunchedStep:
         self._chosen: _Chosen | None = None if plan.constrained else choose(NO_MASKS)
 
     def choose(self, masks: Masks) -> None:
-        """Under which masks the constrained tokens are chosen."""
+        """Sample, with masks for the constrained tokens."""
         self._chosen = self._choose(masks)
 
     def result(self) -> StepResult:
@@ -180,18 +180,18 @@ class LaunchedStep:
 
 
 class _Run(NamedTuple):
-    """What the model has made of a step without a graph of its own.
+    """The model's outputs of a step that did not run as a decode graph.
 
     Attributes:
-        logits: [n, V] float32 of the rows that choose; None: none does.
-        row: [n] on the device, these.
-        behind: [n] on the device, indices in the step behind which they choose.
-        draws: how they draw, likewise; None: they choose the most likely tokens.
-        watched: indices in these of those that want to know what their queries read.
-        step: what the model ran; None where that was a graph.
-        states: what a draft layer reads; None: there is none.
+        logits: [n, V] float32 of the rows that sample; None: none does.
+        row: [n] on the device, these rows.
+        behind: [n] on the device, index in the step of the slot after which each samples.
+        draws: their sampling parameters; None: all are greedy.
+        watched: indices of rows whose queries report their selections.
+        step: the step that the model ran; None if it ran as a prefill graph.
+        states: inputs of a draft layer; None: there is none.
         prompts: what is reported of prompts.
-        seconds: that it has taken the host.
+        seconds: host time.
     """
 
     logits: Tensor | None
@@ -243,11 +243,11 @@ class Runner:
 
     @property
     def front_slots(self) -> list[int]:
-        """Slots of a row in front of those that attention computes in another way; ascending."""
+        """Slots of a row from which on attention uses other kernels; ascending."""
         return [front.slots for front in self.backends.cutter.limits]
 
     def forget_reads(self) -> None:
-        """Count what layers that select read, and which experts tokens choose, from now on."""
+        """Reset the counts of selected pages and of chosen experts."""
         self.reads = PageReads(self._mixers, self.shape.slots)
         if self.experts is not None:
             self.experts.forget()
@@ -290,7 +290,7 @@ class Runner:
         return LaunchedStep(plan, choose)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """A step by itself, whose constrained tokens may be any."""
+        """Launch a step and wait for it; constrained tokens are sampled without masks."""
         launched = self.launch(plan)
         if plan.constrained:
             every = np.full(-(-self.shape.vocab_size // 32), -1, dtype=np.int32)
@@ -299,7 +299,7 @@ class Runner:
 
     def rehearse(self, plans: Sequence[StepPlan]) -> None:
         """Run the steps of all graphs on padding, and plans without graphs, with one block of each
-        kind: every kernel is launched, and the results are dropped."""
+        kind: every kernel is launched once, and results are dropped."""
         graphs = self.graphs, self.prefill_graphs
         with self.model.abridged(self.backends.names):
             for some in graphs:
@@ -314,7 +314,7 @@ class Runner:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan, layout: Layout, picks: Picks) -> _Run:
-        """The model's part of a step of any kind."""
+        """Run the model on a step of any kind."""
         began, last = time.perf_counter(), self._choosing(plan, layout)
         watched = self.sampler.watched(picks)
         hidden, step = self._hidden(layout, last[watched])
@@ -336,7 +336,7 @@ class Runner:
         return _Run(logits, row, behind, draws, watched, step, states, prompts, seconds)
 
     def _choosing(self, plan: StepPlan, layout: Layout) -> Ints:
-        """Index in the batch of the slot behind which each choice is made."""
+        """Index in the batch of the slot after which each token is sampled."""
         if not plan.work:
             return layout.last
         slots, found = self.shape.slots, [layout.last[: len(plan.decode.row)]]
@@ -359,7 +359,7 @@ class Runner:
     def _choose(
         self, run: _Run, picks: Picks, plan: StepPlan, tree: Tree | None, masks: Masks
     ) -> _Chosen:
-        """What the rows of a step choose, from what the model has made of it."""
+        """Sample the rows of a step from the model's outputs."""
         began, drafts, guesses = time.perf_counter(), Drafts.of(plan), None
         choice = Choice(torch.empty(0, dtype=torch.int64, device=self.sampler.device))
         if run.logits is not None and run.row is not None:
@@ -393,12 +393,12 @@ class Runner:
     def _guess(
         self, run: _Run, plan: StepPlan, row: Tensor, tokens: Tensor, last: Tensor | None
     ) -> Guessed | None:
-        """What the draft layer guesses behind the tokens [n] of the rows [n]; last: indices of
-        these among all choices of the step, None: they are all."""
+        """The draft layer's guesses after the tokens [n] of the rows [n]; last: indices of these
+        among all sampled tokens of the step; None: all of them."""
         if self.draft_head is None or run.behind is None:
             return None
         assert run.step is not None and run.states is not None
-        # The works of branches stand behind those of rows.
+        # The works of branches follow those of rows.
         ahead, branches = plan.ahead[: len(row)], self.shape.branches
         at = run.behind if last is None else run.behind[last]
         ends, others = Ends(row, at, tokens, ahead), branches if branches > 1 else 0
@@ -406,11 +406,11 @@ class Runner:
         return Guessed(Arriving(found), ahead, others)
 
     def _hidden(self, layout: Layout, watched: Ints) -> tuple[Tensor, Step | None]:
-        """The model's pass over a step, by its graph where there is one; hidden states [T, hidden],
-        and the step without a graph.
+        """Run the model on a step, as a graph if there is one; returns hidden states [T, hidden]
+        and, without a graph, the step.
 
         Args:
-            watched: indices of queries whose reads are wanted.
+            watched: indices of queries whose selections are reported.
         """
         unsettled = layout.rows.drafts is not None and self.backends.settles
         if self.prefill_graphs is not None and not (len(watched) or unsettled):
@@ -422,7 +422,7 @@ class Runner:
             return self.model(step), step
 
     def step_of(self, layout: Layout, watched: Ints | None = None) -> Step:
-        """What the model runs for a step outside of graphs; `watched`: see `Rows.batch`."""
+        """The model's input for a step outside of graphs; `watched`: see `Rows.batch`."""
         inserted = None
         if layout.inserts:
             assert self.encoder is not None
@@ -432,8 +432,8 @@ class Runner:
         return self.backends.step(batch, cuts, layout.rows)
 
     def _replayed(self, plan: StepPlan, picks: Picks) -> LaunchedStep | None:
-        """Run a step that only decodes by its graph, guesses included; None where it needs more
-        than that."""
+        """Run a decode-only step (possibly with guesses) as a graph; None if it needs more than a
+        graph does."""
         if self.graphs is None:
             return None
         entries = Entries.of(plan)
@@ -464,7 +464,7 @@ class Runner:
         )
 
     def _sampling(self, picks: Picks, counts: Sequence[int]) -> Sampling:
-        """What of the rows' choice a graph can do; counts: of `Sampler.reports`."""
+        """How much of the rows' sampling a graph can do; counts: of `Sampler.reports`."""
         beyond = not self.sampler.plain(picks) or max(counts, default=0) > MOST_OF_GRAPHS
         if beyond or not self.sampler.alone:
             return Sampling(Ending.LOGITS, self.sampler.draws(picks))
@@ -482,7 +482,7 @@ class Runner:
         drafts: Drafts | None,
         masks: Masks,
     ) -> _Chosen:
-        """The same where a graph has run the model."""
+        """`_choose` for a step that ran as a graph."""
         choice = self.sampler.sample(replayed.output, picks, replayed.draws, masks, drafts)
         graphs.answer(replayed, choice.tokens)
         if drafts is not None and not self.sampler.plain(picks):

@@ -25,11 +25,11 @@ FLOAT32 = torch.finfo(torch.float32)
 
 
 class Picks(NamedTuple):
-    """The choices of a step. A row that runs guesses has several, one behind the other.
+    """The tokens that a step samples. A row that runs guesses has several consecutive ones.
 
     Attributes:
         row: [n], the rows.
-        number: [n], tokens that each has generated before; names the draw.
+        number: [n], tokens generated before each; the index of the draw.
     """
 
     row: Ints
@@ -37,7 +37,7 @@ class Picks(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan) -> Picks:
-        """Those of a plan, in its order."""
+        """The picks of a plan, in its order."""
         row, _, number, _ = plan.decode
         works = [work for work in plan.work if work.sample]
         if works:
@@ -48,8 +48,8 @@ class Picks(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """How each of n rows draws: arrays [n], in the order of `ops.draw_tokens`' arguments; `number`
-    counts the draws of its seed."""
+    """Sampling parameters of n rows: arrays [n], in the order of the arguments of
+    `ops.draw_tokens`; `number` is the index of the draw for its seed."""
 
     temperature: NDArray[np.float32]
     top_k: NDArray[np.int64]
@@ -60,13 +60,14 @@ class Draws(NamedTuple):
 
 
 class _Table:
-    """The numbers of all rows as arrays, so that a step takes those of its rows at once.
+    """Sampling parameters of all rows as arrays, so that a step gathers those of its rows at once.
 
     Attributes:
         temperature, top_k, top_p, min_p, seed: see Draws.
-        plain_from: tokens from which on the logits of the row are taken as they come.
-        alternatives: how many are reported beside the row's tokens; -1: nothing is reported.
-        watched: what the row's queries read is reported.
+        plain_from: number of generated tokens from which on the row's logits are not modified.
+        alternatives: number of alternatives reported with the row's tokens; -1: nothing is
+            reported.
+        watched: whether the selections of the row's queries are reported.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -80,7 +81,7 @@ class _Table:
         self.watched = np.zeros(num_rows, dtype=np.bool_)
 
     def fill(self, opened: RowOpen, vocab_size: int) -> None:
-        """Write the row's numbers."""
+        """Write a row's parameters."""
         row, p = opened.row, opened.params
         adjusted = p.penalized or p.logit_bias or p.grammar is not None
         never = np.iinfo(np.int64).max
@@ -88,7 +89,7 @@ class _Table:
         wanted = -1 if p.logprobs is None else vocab_size if p.logprobs < 0 else p.logprobs
         self.alternatives[row] = wanted
         self.watched[row] = p.selection
-        # In a batch that draws, temperature 0 makes a greedy row's draw its argmax.
+        # In a batch with random sampling, temperature 0 makes a greedy row's draw its argmax.
         coldest, hottest = FLOAT32.tiny, FLOAT32.max
         self.temperature[row] = 0.0 if p.greedy else _within(p.temperature, coldest, hottest)
         self.top_k[row] = min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size
@@ -101,12 +102,12 @@ class _Lookup(NamedTuple):
 
     Attributes:
         row: [n], the rows; a step with the same array has the same rows.
-        watched: indices of those that want to know what they read.
-        reporting: indices of those of which something is reported.
-        counts: how many alternatives, of these.
+        watched: indices of rows whose selections are reported.
+        reporting: indices of rows with reported log-probabilities.
+        counts: number of alternatives of each of these.
         plain_from: see _Table, None where all are 0.
-        draws: how they draw, but for `number`.
-        drawing: whether any draws; else all take their most likely token.
+        draws: their sampling parameters, except `number`.
+        drawing: whether any row samples randomly; otherwise all are greedy.
     """
 
     row: Ints
@@ -119,13 +120,14 @@ class _Lookup(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What is asked of some rows beyond a draw.
+    """Rows that need more than a draw.
 
     Attributes:
         row: [n], the rows, as in _Lookup.
         rows: the same as a list.
         penalised: indices of those that are penalised.
-        biased: those with a bias, or with ids that may come too early, by their indices.
+        biased: those with a logit bias, or with stop ids that are not allowed yet, by their
+            indices.
     """
 
     row: Ints
@@ -135,29 +137,29 @@ class _Asked(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What is reported of a step's tokens.
+    """Log-probabilities of a step's tokens.
 
     Attributes:
-        at: indices of those of which something is.
-        reported: what, of these.
+        at: indices of the tokens with reports.
+        reported: their log-probabilities.
     """
 
     at: Sequence[int] = ()
     reported: Reported | None = None
 
     def logprobs(self) -> dict[int, Alternatives]:
-        """Index of a token -> what is reported of it; waits for it."""
+        """Index of a token -> its log-probabilities; waits for the copy."""
         if self.reported is None:
             return {}
         return dict(zip(self.at, self.reported.entries(), strict=True))
 
 
 class Choice(NamedTuple):
-    """What a step chooses.
+    """The sampled tokens of a step.
 
     Attributes:
         tokens: [n] int64 on the device, -1 where the logits allow none.
-        report: what is reported of them.
+        report: their log-probabilities.
     """
 
     tokens: Tensor
@@ -170,9 +172,9 @@ class Sampler:
     Args:
         vocab_size: ids below it exist for users; logits hold exactly these.
         num_rows: requests that run at once.
-        device: where the logits live.
-        group: ranks that have the same logits. Rank 0 chooses and tells the others, which know
-            nothing of penalties, masks and draws.
+        device: device of the logits.
+        group: ranks that have the same logits. Rank 0 samples and broadcasts the tokens; the others
+            have no penalties, masks and draws.
     """
 
     def __init__(
@@ -205,27 +207,28 @@ class Sampler:
         return self._rows[row].params
 
     def watched(self, picks: Picks) -> list[int]:
-        """Indices of those that want to know what they read."""
+        """Indices of the picks whose selections are reported."""
         return self._look_up(picks.row).watched
 
     def plain(self, picks: Picks) -> bool:
-        """Whether the tokens follow from the logits and `draws` alone."""
+        """Whether the tokens depend only on the logits and `draws`."""
         plain_from = self._look_up(picks.row).plain_from
         return plain_from is None or bool((picks.number >= plain_from).all())
 
     def reports(self, picks: Picks) -> tuple[Sequence[int], Sequence[int]]:
-        """Indices of those of which something is reported, and how many alternatives of each."""
+        """Indices of the picks with reported log-probabilities, and the number of alternatives of
+        each."""
         known = self._look_up(picks.row)
         return known.reporting, known.counts
 
     def draws(self, picks: Picks, *, always: bool = False) -> Draws | None:
-        """How the rows draw; None where all take their most likely token, unless `always`."""
+        """Sampling parameters of the rows; None if all are greedy, unless `always`."""
         known = self._look_up(picks.row)
         return known.draws._replace(number=picks.number) if known.drawing or always else None
 
     @property
     def alone(self) -> bool:
-        """This process chooses by itself: there is one rank."""
+        """Whether there is one rank."""
         return self._group.alone
 
     def _look_up(self, row: Ints) -> _Lookup:
@@ -255,14 +258,14 @@ class Sampler:
         masks: Masks = NO_MASKS,
         drafts: Drafts | None = None,
     ) -> Choice:
-        """Choose one token for each row that picks one; with guesses, several, of which those that
-        count are to be told by `count`.
+        """Sample one token for each pick; with guesses a row has several, and `count` must be told
+        which are accepted.
 
         Args:
-            logits: [n, V] float32, one line for each of them; changed in place.
-            picks: the rows.
-            draws: `draws` of them, on the device.
-            masks: what some of them may choose.
+            logits: [n, V] float32, one row per pick; changed in place.
+            picks: the picks.
+            draws: their `draws`, on the device.
+            masks: grammar masks of some of them.
             drafts: the guesses among them.
         """
         if self._group.rank:
@@ -308,7 +311,7 @@ class Sampler:
         return Choice(tokens, Report(reporting, reported))
 
     def count(self, tokens: Tensor, picks: Picks, kept: Tensor) -> None:
-        """Which of the tokens [n] that were chosen count [n] bool."""
+        """Record which of the sampled tokens [n] are accepted, [n] bool."""
         asked = self._ask(picks.row)
         if asked.penalised:
             self._penalties.count(tokens, asked.rows, asked.penalised, kept)
@@ -327,7 +330,7 @@ class Sampler:
         return asked
 
     def _mask(self, logits: Tensor, masks: Masks) -> None:
-        """Forbid what the masks forbid; only they travel."""
+        """Apply the masks to the logits; only masks are copied to the device."""
         bitmask = send_stacked(list(masks.values()), self.device)
         first, end = min(masks), max(masks) + 1
         if len(masks) == end - first:
@@ -338,18 +341,18 @@ class Sampler:
         ops.apply_token_bitmask_inplace_cuda(logits, lines, rows)
 
     def _lines(self, numbers: Tensor, at: Sequence[int]) -> Tensor:
-        """Lines `at` of numbers; all of them as they are."""
+        """Rows `at` of a tensor; without a copy if these are all rows."""
         return numbers if len(at) == len(numbers) else numbers[self._tensor(at)]
 
     def _tensor(self, values: Sequence[object], dtype: torch.dtype = torch.int64) -> Tensor:
-        """Numbers on the device, without a wait."""
+        """Copy values to the device without a wait."""
         return send([torch.as_tensor(values, dtype=dtype).numpy()], self.device)[0]
 
 
 def _biases(
     number: Ints, biased: Sequence[tuple[int, RowOpen]]
 ) -> list[tuple[tuple[int, int], float]]:
-    """Where and what users ask to add, and stop ids that come too early."""
+    """Indices and values of logit biases, including -inf for stop ids that are not allowed yet."""
     found: list[tuple[tuple[int, int], float]] = []
     for i, row in biased:
         if row.params.logit_bias:

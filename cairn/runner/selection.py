@@ -1,4 +1,4 @@
-"""What layers that select pages read for one query, as the user sees it."""
+"""Reports of the pages that selecting layers read for a query, in the form that users see."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def selections(
 
 
 def _of_all_heads(reads: LayerReads, group: Group) -> LayerReads:
-    """What the heads of all ranks read."""
+    """The selections of the heads of all ranks."""
     pages, weights, window = (
         group.gathered(part).transpose(0, 1).flatten(1, 2)
         for part in (reads.pages, reads.weights, reads.window)
@@ -31,7 +31,8 @@ def _of_all_heads(reads: LayerReads, group: Group) -> LayerReads:
 
 
 def _layer_selections(reads: LayerReads) -> list[LayerSelection]:
-    """One entry a query: KV heads that chose the same page have it counted once, with their sum."""
+    """One entry per query: a page that several KV heads chose is listed once, with the sum of their
+    weights."""
     pages: NDArray[np.int64] = reads.pages.cpu().numpy().astype(np.int64)
     weights = reads.weights.cpu().numpy().astype(np.float64)
     window = reads.window.cpu().numpy().mean(axis=1, dtype=np.float64)
@@ -47,7 +48,7 @@ def _layer_selections(reads: LayerReads) -> list[LayerSelection]:
 def _heaviest(
     pages: NDArray[np.int64], weights: NDArray[np.float64]
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Pages [h_kv, K] (-1: none) and their weights, added up by page, the heaviest first."""
+    """Pages [h_kv, K] (-1: none) and their weights, summed by page, the heaviest first."""
     chosen = pages >= 0
     found, place = np.unique(pages[chosen], return_inverse=True)
     total = np.bincount(place, weights[chosen], minlength=len(found))

@@ -1,6 +1,6 @@
-"""Host memory of a rank's records that other ranks of its host can map.
+"""Host memory of a rank's records that other ranks on the same host can map.
 
-It has no name in the file system: it is gone with the last process that holds it.
+It has no name in the file system and is freed with the last process that holds it.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class SharedMemory:
             begin = end
 
     def close(self) -> None:
-        """Nobody else will map it; what is mapped stays."""
+        """Close the descriptor: no other process can map it from now on; existing mappings stay."""
         os.close(self._descriptor)
 
     @staticmethod
     def length(counts: Sequence[int], sizes: Sequence[int]) -> int:
-        """Bytes of it."""
+        """Its size in bytes."""
         return sum(count * (size + 8) for count, size in zip(counts, sizes, strict=True))
 
     @classmethod
     def new(cls, counts: Sequence[int], sizes: Sequence[int]) -> SharedMemory:
-        """Memory of this process, of zeros."""
+        """Allocate zeroed memory in this process."""
         descriptor = os.memfd_create("cairn-records", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, cls.length(counts, sizes))
         return cls(descriptor, counts, sizes)
@@ -65,7 +65,7 @@ class SharedMemory:
     def of(
         cls, address: tuple[int, int], counts: Sequence[int], sizes: Sequence[int]
     ) -> SharedMemory:
-        """That of another process. Raises EngineDead if the system refuses it."""
+        """Map the memory of another process. Raises EngineDead if the system refuses it."""
         process, number = address
         try:
             descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

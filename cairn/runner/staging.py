@@ -1,8 +1,8 @@
-"""Numbers of a step on their way between the host and the device, without a wait on either side.
+"""Copies of a step's inputs and outputs between host and device, without a wait on either side.
 
-A copy from or to pinned memory is queued like a kernel; one of any other memory may wait for all
-that was queued before it. PyTorch's host allocator gives pinned memory out again once the copies
-that use it are over.
+A copy from or to pinned memory is asynchronous; one of pageable memory may wait for all work queued
+before it. PyTorch's host allocator gives pinned memory out again once the copies that use it are
+over.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cairn import ops
 Numbers = NDArray[np.number[Any]]
 
 ALIGNMENT = 16
-"""Bytes on whose multiples tensors begin: kernels are compiled once for all of them."""
+"""Alignment of tensors in bytes: kernels are specialised on it."""
 RING = 4
-"""Steps that are on their way at once at most; with another one the host waits for the first."""
+"""Most steps in flight at once; for another one the host waits for the first."""
 
 
 def send(arrays: Sequence[Numbers], device: torch.device) -> list[Tensor]:
@@ -55,15 +55,15 @@ def send_stacked(arrays: Sequence[Numbers], device: torch.device) -> Tensor:
 
 
 def overwrite(memory: Tensor, numbers: Numbers) -> None:
-    """Queue a copy of numbers to a device's memory of the same shape and dtype."""
+    """Queue a copy of an array to a device tensor of the same shape and dtype."""
     pinned = torch.empty(memory.shape, dtype=memory.dtype, pin_memory=memory.is_cuda)
     pinned.numpy()[:] = numbers
     memory.copy_(pinned, non_blocking=True)
 
 
 class _Stream:
-    """The stream in use on a GPU. PyTorch makes a new object of it for everyone who asks, which
-    takes longer than what is done with it: here that is made when it has changed."""
+    """The current stream on a GPU, cached: PyTorch creates a new object on each query, which takes
+    longer than the use of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,14 +71,15 @@ class _Stream:
         self._stream = torch.cuda.current_stream(device)
 
     def now(self) -> torch.cuda.Stream:
-        """That of this moment."""
+        """The current stream."""
         if torch._C._cuda_getCurrentRawStream(self._index) != self._stream.cuda_stream:
             self._stream = torch.cuda.current_stream(self._device)
         return self._stream
 
 
 class _Ring:
-    """Pinned memory of the steps on their way, and how many of these a GPU has begun."""
+    """Ring of pinned buffers for the steps in flight, and a counter of those that the GPU has
+    begun."""
 
     def __init__(
         self, padding: Sequence[int], width: int, device: torch.device, guesses: int
@@ -91,7 +92,7 @@ class _Ring:
 
 
 class Trip:
-    """A step on its way to a GPU and back."""
+    """The copies of a step in flight, to the GPU and back."""
 
     __slots__ = ("_found", "_guesses", "_place")
 
@@ -101,14 +102,14 @@ class Trip:
         self._guesses: list[list[int]] = []
 
     def returns(self, count: int) -> None:
-        """What is queued now has put the step's tokens where the host looks for them."""
+        """Record that the work queued so far writes the step's tokens to host memory."""
         place = self._place
         if len(place.found) != count:
             place.found = place.tokens[:count].numpy()
         place.arrived.record(place.stream.now())
 
     def tokens(self) -> list[int]:
-        """Wait for them."""
+        """Wait for the step's tokens."""
         found = self._found
         if found is None:
             self._place.arrived.synchronize()
@@ -118,16 +119,16 @@ class Trip:
         return found
 
     def guesses(self) -> list[list[int]]:
-        """Wait for what a draft layer guesses behind each of them."""
+        """Wait for the draft layer's guesses after each of them."""
         self.tokens()
         return self._guesses
 
 
 class _Place:
-    """An entry of a ring: where a step's numbers are written, and its tokens read.
+    """An entry of a ring: pinned memory for a step's inputs and its tokens.
 
-    What it holds already is not written again: most numbers stay the same from step to step. The
-    arrays that are written must therefore stay as they are.
+    Lines that did not change are not written again, because most stay the same from step to step.
+    The arrays that are passed must therefore not be changed by the caller.
     """
 
     def __init__(
@@ -150,9 +151,10 @@ class _Place:
         self._trip: Trip | None = None
 
     def write(self, arrays: Sequence[Numbers]) -> Trip:
-        """Put one array [n <= width] into each line, with padding behind it."""
+        """Write one array [n <= width] to each line, followed by padding."""
         if self._trip is not None:
-            # Until its tokens have arrived the step may still read what would be overwritten.
+            # Until its tokens have arrived, the step may still read the inputs that would be
+            # overwritten.
             self._trip.tokens()
         held = self._held
         for i, array in enumerate(arrays):
@@ -168,18 +170,17 @@ class _Place:
 
 
 class Lines:
-    """Numbers of one step after the other on their way to the same memory of a GPU, in steps that
-    fetch their own: a CUDA graph finds new ones each time it is replayed, without a copy beside it.
+    """Inputs of consecutive steps, which each step fetches itself to a fixed GPU tensor: a CUDA
+    graph reads new inputs at each replay without a separate copy.
 
     Args:
-        padding: one number a line, what stands where a step has nothing.
-        width: numbers in a line.
+        padding: one value per line, which fills unused elements.
+        width: elements per line.
         device: a GPU.
-        guesses: that come back beside each token.
+        guesses: number of guesses that are returned with each token.
 
     Attributes:
-        device: [lines, width] int64 there; what a line holds are int64 or as many bytes of another
-            dtype.
+        device: [lines, width] int64 there; a line holds int64, or as many bytes of another dtype.
     """
 
     def __init__(
@@ -194,14 +195,14 @@ class Lines:
         self._sent = 0
 
     def send(self, arrays: Sequence[Numbers]) -> Trip:
-        """Say what the next step fetches: one array a line, with padding behind them."""
+        """Set the inputs that the next step fetches: one array per line, followed by padding."""
         trip = self._places[self._sent % RING].write(arrays)
         self._sent += 1
         return trip
 
     def fetch(self, lines: int, width: int, rehearsal: bool = False) -> None:
-        """Queue the next step's first `lines` and, of these, the first `width` numbers to `device`;
-        padding for what is a rehearsal."""
+        """Queue the fetch of the first `width` elements of the next step's first `lines` lines to
+        `device`; a rehearsal fetches padding."""
         ring = self._rehearsed if rehearsal else self._ring
         ops.ring_read(self.device[:lines, :width], ring.numbers[:, :lines, :width], ring.count)
 
@@ -222,10 +223,10 @@ class Lines:
 
 
 class Arriving:
-    """Numbers on their way to the host.
+    """Tensors being copied to the host.
 
     Args:
-        parts: on one device; may be overwritten by what is queued later.
+        parts: tensors on one device; later work may overwrite them.
     """
 
     def __init__(self, *parts: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""What the scheduler asks for and what comes back: frozen values without tensors.
+"""The scheduler's plans and the runner's results: frozen values without tensors.
 
-A plan can be written by hand in a test, kept, and replayed. It counts in user tokens; slots and
-the ends of pages follow from them by the arithmetic of `cairn.cache.landmarks`.
+A plan can be written by hand in a test, stored, and replayed. It counts in user tokens; slots and
+landmarks follow from them by the arithmetic of `cairn.cache.landmarks`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class RowOpen:
 
     Attributes:
         row: the row's number.
-        request_id: whose it is, for logs.
+        request_id: its request, for logs.
         params: how to sample.
         seed: base of the row's draws.
         history: prompt tokens, and tokens generated before a retraction: what penalties count.
             Empty unless the parameters ask for penalties.
-        num_prompt: how many of `history` belong to the prompt.
+        num_prompt: number of prompt tokens in `history`.
         stop_ids: ids that may not be chosen before `params.min_tokens` tokens.
         media: images and videos of the prompt; None: it is text.
     """
@@ -48,8 +48,8 @@ class PageGrant(NamedTuple):
     """Physical pages added to a row: logical pages `first`, `first + 1`, ...
 
     Attributes:
-        window: for the last of these logical pages, those of the layers that have pages of their
-            own; empty in a model without such layers.
+        window: for the last of these logical pages, the pages of window layers; empty in a model
+            without such layers.
     """
 
     row: int
@@ -60,37 +60,38 @@ class PageGrant(NamedTuple):
 
 Ints = NDArray[np.int64]
 Masks = Mapping[int, NDArray[np.int32]]
-"""Index in a step's choices -> those that may be chosen, [ceil(V / 32)]: bit b of word w stands for
-token 32 * w + b. All others may choose any."""
+"""Index of a sampled token -> mask of allowed tokens, [ceil(V / 32)]: bit b of word w stands for
+token 32 * w + b. Tokens without a mask are unconstrained."""
 NO_MASKS: Masks = MappingProxyType({})
 
 
 class StateCopy(NamedTuple):
-    """State of a row's recurrent layers, and the snapshot that it is copied from or to."""
+    """A copy of a row's recurrent state from or to a snapshot."""
 
     row: int
     snapshot: int
 
 
 class RowWork(NamedTuple):
-    """User tokens of one row that run in this step; the end of a page that they fill rides along.
+    """User tokens of one row that run in this step; the landmark of a page that they fill runs with
+    them.
 
     Attributes:
         row: the row's number.
         first: user tokens of the row that have run before.
         tokens: the ids to run; None: the one token that was sampled last (a row of `DecodeWork`).
-        sample: choose the token that follows the last one.
-        output_index: number of tokens generated so far; names the draw.
+        sample: whether to sample the token after the last one.
+        output_index: number of tokens generated so far; the index of the draw.
         prompt_targets: for each of `tokens` the prompt token that follows it, when prompt
             log-probabilities are wanted; one shorter at the end of the prompt.
-        drafts: so many of `tokens`, the last ones, are guesses. The row chooses a token behind each
-            of them and before the first, and keeps those up to the first that differs from the
-            guess in its place: 1 to drafts + 1 tokens.
-        ahead: guesses that a draft layer should make behind what the row chooses; the row's pages
-            hold so many tokens behind those that run.
-        branches: other guesses, no longer than `drafts`, each of which the row runs in their place
-            as well. All end in the page in which they begin, and the row has a page more for each.
-            The row keeps the tokens of those of which the most are right.
+        drafts: number of guesses, the last of `tokens`. The row samples a token before the first
+            guess and after each, and keeps those up to the first that differs from the guess at its
+            position: 1 to drafts + 1 tokens.
+        ahead: number of guesses that a draft layer should make after the sampled token; the row's
+            pages have space for them.
+        branches: alternative guesses, no longer than `drafts`, which the row also runs at the same
+            positions. All end in the page in which they begin, and the row has one page more for
+            each. The row keeps the tokens of the chain with the most right guesses.
     """
 
     row: int
@@ -105,7 +106,7 @@ class RowWork(NamedTuple):
 
     @property
     def drafted(self) -> int:
-        """Guesses, those of branches included."""
+        """Number of guesses, including those of branches."""
         return self.drafts + sum(map(len, self.branches))
 
     @property
@@ -115,32 +116,31 @@ class RowWork(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """All that runs is the row's last token, and guesses."""
+        """Whether only the row's last token and guesses run."""
         if self.tokens is None:
             return True
         return self.output_index > 0 and len(self.tokens) == 1 + self.drafts
 
     @property
     def choices(self) -> int:
-        """Tokens that the row chooses, before guesses are compared with them."""
+        """Number of tokens that the row samples, before they are compared with guesses."""
         return self.drafts + 1 if self.sample else 0
 
     @property
     def num_tokens(self) -> int:
-        """User tokens that run."""
+        """Number of user tokens that run."""
         return 1 if self.tokens is None else len(self.tokens)
 
 
 class DecodeWork(NamedTuple):
-    """Rows that run the one token that was sampled last in each, and choose the next. They stand
-    side by side, since most steps are nothing else and one by one they would cost more than all
-    else that the host does.
+    """Rows that each run their last sampled token and sample the next one. Stored as arrays,
+    because most steps only decode, and objects per row would dominate the host's time.
 
     Attributes:
         row: [n], the rows' numbers.
         first: [n], user tokens of each that have run before.
-        output_index: [n], numbers of tokens generated so far; name the draws.
-        full: indices in these whose tokens fill their pages; None: not worked out.
+        output_index: [n], numbers of tokens generated so far; the indices of the draws.
+        full: indices of the rows whose token fills its page; None: not computed.
     """
 
     row: Ints
@@ -150,12 +150,12 @@ class DecodeWork(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[int], first: Sequence[int], output_index: Sequence[int]) -> Self:
-        """Written by hand."""
+        """Build it from plain sequences, for tests."""
         row, begin, number = (np.array(p, dtype=np.int64) for p in (rows, first, output_index))
         return cls(row, begin, number)
 
     def count_full(self, tokens_per_page: int) -> int:
-        """How many of the tokens fill their pages."""
+        """Number of tokens that fill their pages."""
         if self.full is not None:
             return len(self.full)
         return int(np.count_nonzero(self.first % tokens_per_page == tokens_per_page - 1))
@@ -169,10 +169,10 @@ class StepPlan(NamedTuple):
     then run: those that decode, then those of `work`, whose tokens are given.
 
     Attributes:
-        constrained: indices in the step's choices of those that are made under masks, which may
-            depend on tokens that a step in flight chooses: see Launched.choose.
-        restored: states that rows go on from.
-        kept: states that are kept behind the last tokens of their rows.
+        constrained: indices of the sampled tokens that need masks, which may depend on tokens of a
+            step in flight: see Launched.choose.
+        restored: states that rows resume from.
+        kept: snapshots taken after the last tokens of rows.
     """
 
     step_id: int
@@ -187,7 +187,7 @@ class StepPlan(NamedTuple):
 
     @property
     def ahead(self) -> Ints:
-        """Guesses that a draft layer should make behind each row that chooses a token [n]."""
+        """Number of guesses that a draft layer should make after each row that samples [n]."""
         works = [work.ahead for work in self.work if work.sample]
         return np.array([0] * len(self.decode.row) + works, dtype=np.int64)
 
@@ -211,20 +211,20 @@ class PromptReport:
 
 
 class StepResult(NamedTuple):
-    """What a step produced.
+    """The result of a step.
 
     Attributes:
         step_id: the plan's number.
         tokens: of each row that decodes and each work with `sample`, in the plan's order; -1 where
             the logits allow none.
-        counts: how many of them each of these got; None: one each.
-        logprobs: index in `tokens` -> what is reported of it, for the works that asked for it.
-        selection: index in `tokens` -> what its query read in each layer that selects, likewise.
-        prompt_logprobs: for the works that asked for it.
-        model_seconds: time that the host gave to the model: running it, or waiting for it.
-        guesses: of each row that decodes and each work with `sample`, what a draft layer guesses
-            behind its tokens: as many as it should, see `RowWork.ahead`. None: it does not guess.
-        others: likewise, the likeliest of its first guesses; None: nobody asked.
+        counts: number of tokens of each; None: one each.
+        logprobs: index in `tokens` -> its log-probabilities, for the works that request them.
+        selection: index in `tokens` -> the pages that its query selected in each layer, likewise.
+        prompt_logprobs: for the works that request them.
+        model_seconds: host time for the model: running it, or waiting for it.
+        guesses: of each row that decodes and each work with `sample`, the draft layer's guesses
+            after its tokens, see `RowWork.ahead`. None: no guesses.
+        others: likewise, the most likely first guesses; None: not requested.
     """
 
     step_id: int
@@ -239,17 +239,18 @@ class StepResult(NamedTuple):
 
 
 class Launched(Protocol):
-    """A step on its way."""
+    """A launched step."""
 
     def choose(self, masks: Masks) -> None:
-        """Under which masks a plan's constrained tokens are chosen; one without a mask may be any.
+        """Sample with these masks for the plan's constrained tokens; tokens without a mask are
+        unconstrained.
 
-        Asked of steps with such tokens, once: before the result, and before another step is
+        Called once for steps with such tokens, before the result is read and before another step is
         launched.
         """
 
     def result(self) -> StepResult:
-        """Wait for the step and give what it produced."""
+        """Wait for the step and return its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +260,8 @@ class Ready:
     value: StepResult
 
     def choose(self, masks: Masks) -> None:
-        """Its tokens are chosen already."""
+        """No effect: its tokens are sampled already."""
 
     def result(self) -> StepResult:
-        """What it produced."""
+        """The result."""
         return self.value

@@ -1,8 +1,8 @@
 """Steps in which rows run several branches of guesses.
 
-Each branch has a row of the page tables of its own: the pages of its row, with a copy of the last
-one in that page's place. So kernels attend as in any step, and no branch sees another. After the
-step the page of the branch with the most right guesses is copied back.
+Each branch has its own row in the page tables: the pages of its main row, with the last page
+replaced by a copy. So attention kernels run as in any step, and branches do not see each other.
+After the step the page of the branch with the most right guesses is copied back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Tree(NamedTuple):
     """The branches of a step.
 
     Attributes:
-        plan: the step, with one more work for each branch behind the others.
-        chains: [R, width], for each row the numbers, among works that sample, of its own work and
-            of its branches; its own number again where it has fewer branches.
+        plan: the step, with one more work for each branch, after the others.
+        chains: [R, width], for each row the indices, among works that sample, of its own work and
+            of its branches; padded with its own index.
         pages: by page group, [R, width], the last page of each of these works.
     """
 
@@ -66,7 +66,7 @@ class Tree(NamedTuple):
                 pools.copy_pages(group, source, target)
 
     def end(self, last: Tensor, counts: Tensor, pools: CachePools) -> tuple[Tensor, Tensor]:
-        """Of each row keep the work with the most tokens that count: copy its page back.
+        """Keep, for each row, the work with the most accepted tokens, and copy its page back.
 
         Args:
             last, counts: of all works that sample, see `Drafts.accept`.
@@ -75,7 +75,7 @@ class Tree(NamedTuple):
         """
         chains, *pages = send((self.chains, *self.pages), last.device)
         order = torch.arange(chains.shape[1], device=last.device)
-        # The first of equals.
+        # The first one in case of ties.
         best = (counts[chains] * chains.shape[1] - order).argmax(dim=1, keepdim=True)
         for group, found in enumerate(pages):
             pools.copy_pages(group, found.gather(1, best)[:, 0], found[:, 0])
@@ -83,7 +83,7 @@ class Tree(NamedTuple):
         return last[chosen], counts[chosen]
 
     def best(self, counts: Sequence[int]) -> list[int]:
-        """The same choice on the host: the numbers of the kept works [R]."""
+        """The same choice on the host: the indices of the kept works [R]."""
         held = np.array(counts)[self.chains]
         chosen = self.chains[np.arange(len(held)), held.argmax(axis=1)]
         return list(chosen.tolist())

@@ -21,7 +21,7 @@ class KvFormat:
     dtype: str
     block: int | None = None
 
-    def number_bytes(self, dim: int) -> int:
+    def code_bytes(self, dim: int) -> int:
         """Bytes of `dim` numbers."""
         return dim * self.bits // 8
 
@@ -31,7 +31,7 @@ class KvFormat:
 
     def slot_bytes(self, dim: int) -> int:
         """Bytes of both."""
-        return self.number_bytes(dim) + self.scale_bytes(dim)
+        return self.code_bytes(dim) + self.scale_bytes(dim)
 
     def head_dim(self, slot_bytes: int) -> int | None:
         """Numbers of a head that take so many bytes; None: no head takes so many."""

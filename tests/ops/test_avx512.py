@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.ops.cpu import amx, avx512, jit, numbers, prange
+from cairn.ops.cpu import amx, as_array, avx512, jit, prange
 
 pytestmark = pytest.mark.skipif(not amx.AVAILABLE, reason=amx.MISSING)
 
@@ -64,6 +64,6 @@ def test_numbers_are_rounded_to_the_nearest_bfloat16():
         [torch.randn(4096), torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.inf, -0.0] * 4)]
     )
     out, again = torch.empty(len(x), dtype=torch.bfloat16), torch.empty(len(x))
-    _round(x.numpy(), numbers(out), again.numpy())
+    _round(x.numpy(), as_array(out), again.numpy())
     assert torch.equal(out, x.bfloat16())
     assert torch.equal(again, x.bfloat16().float())

@@ -48,7 +48,7 @@ def edges() -> torch.Tensor:
 def test_every_number_of_a_format_is_read_as_it_is(dtype: torch.dtype) -> None:
     given = edges().to(dtype)
     out = torch.empty(given.shape)
-    widened(cpu.numbers(given), cpu.numbers(out))
+    widened(cpu.as_array(given), cpu.as_array(out))
     torch.testing.assert_close(out, given.float(), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(out.signbit() | out.isnan(), given.float().signbit() | given.isnan())
 
@@ -67,7 +67,7 @@ def test_products_of_sixteen_lanes(dtype: torch.dtype, in_one: bool, monkeypatch
 
     torch.manual_seed(0)
     a, b, out = torch.randn(90).to(dtype), torch.randn(69).to(dtype), torch.full((3,), 2.0)
-    cpu.jit(dot, threads=True)(cpu.numbers(a), 5, cpu.numbers(b), 3, cpu.numbers(out))
+    cpu.jit(dot, threads=True)(cpu.as_array(a), 5, cpu.as_array(b), 3, cpu.as_array(out))
     shown = [a[5 + n : 69 + n].double() @ b[3:67].double() + 32 for n in range(3)]
     torch.testing.assert_close(out, torch.stack(shown).float())
 
@@ -76,14 +76,14 @@ def test_products_of_sixteen_lanes(dtype: torch.dtype, in_one: bool, monkeypatch
 def test_numbers_are_rounded_as_torch_rounds(dtype: torch.dtype) -> None:
     given = edges()
     out = torch.empty(given.shape, dtype=dtype)
-    narrowed(cpu.numbers(given), cpu.numbers(out))
+    narrowed(cpu.as_array(given), cpu.as_array(out))
     torch.testing.assert_close(out, given.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def test_powers_of_e() -> None:
     given = torch.cat((torch.linspace(-90, 88, 200001), torch.tensor([-torch.inf, torch.nan, 0.0])))
     out = torch.empty_like(given)
-    powers(cpu.numbers(given), cpu.numbers(out))
+    powers(cpu.as_array(given), cpu.as_array(out))
     known = given > -87
     torch.testing.assert_close(
         out[known].double(), given[known].double().exp(), rtol=3e-7, atol=0, equal_nan=True

@@ -1,4 +1,4 @@
-"""Images and videos as callers give them: parts of messages, `multi_modal_data`."""
+"""Images and videos of a request: from parts of messages, or from `multi_modal_data`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEXT_ALONE = "this model reads text only"
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An image or a video that a prompt needs.
+    """An image or a video of a request, before it is read.
 
     Attributes:
         modality: "image" or "video".

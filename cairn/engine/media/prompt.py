@@ -1,4 +1,4 @@
-"""Placeholder tokens of a prompt: the one of an image or a video is repeated for every embedding.
+"""Placeholder tokens of a prompt: an image's or video's placeholder is repeated once per embedding.
 
 A video becomes, for each group of its frames, the text of its time and the placeholders of the
 group between start and end tokens, as the processor of Qwen3-VL in transformers writes it.

@@ -1,4 +1,4 @@
-"""From a request's images and videos to pixels and placeholder tokens of the prompt."""
+"""Reads a request's images and videos into pixels and placeholder tokens of the prompt."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class MediaReader:
         return self.place(ids, [prepared(one, self.media, self.limits) for one in given])
 
     def place(self, ids: Sequence[int], items: Sequence[Prepared]) -> tuple[list[int], PromptMedia]:
-        """As `read`, of decoded items."""
+        """As `read`, for decoded items."""
         assert self.media is not None
         encode = None
         if self._tokenizer is not None:

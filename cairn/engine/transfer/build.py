@@ -22,11 +22,12 @@ from cairn.specs.disaggregation import Disaggregation
 from cairn.specs.experts import without_places
 
 COMPARED = 4096
-"""Bytes at the beginning of each stored tensor that tell checkpoints apart."""
+"""Bytes hashed at the beginning of each stored tensor to tell checkpoints apart."""
 
 
 def listen(config: EngineConfig) -> Listener | None:
-    """Bind the port at which others ask for records; None: nobody may.
+    """Bind the port at which other engines request records; None: this engine does not serve
+    records.
 
     Raises:
         BadConfig: it cannot be bound, or several hosts hold the records.
@@ -43,14 +44,14 @@ def listen(config: EngineConfig) -> Listener | None:
 def transfers(
     asked: Disaggregation, cache: PageCache, records: Records, listener: Listener | None
 ) -> Transfers:
-    """What the loop uses.
+    """Build the loop's side of transfers.
 
     Args:
         cache: the pages; the names of its host cache begin with `model_key`.
         listener: of `listen`; it answers from now on.
 
     Raises:
-        BadConfig: records cannot travel in the way that was asked for.
+        BadConfig: the requested transport is not available.
     """
     assert cache.host is not None
     tickets, model = None, cache.host.root

@@ -1,4 +1,4 @@
-"""Records of the whole model, of which each rank has a part in its own host memory."""
+"""Whole-model records, assembled from the parts in each rank's host memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Raw = NDArray[np.uint8]
 
 
 class _Field(NamedTuple):
-    """A field in a record of the whole model and in those of the ranks.
+    """The layout of a field in a whole-model record and in the ranks' records.
 
     Attributes:
-        whole: place, and shape [.., bytes of a number].
+        whole: offset, and shape [.., bytes per element].
         own: likewise, in a rank's.
-        shares: what each rank has of it; empty: all have all of it.
+        shares: the part that each rank has; empty: every rank has the whole field.
     """
 
     whole: tuple[slice, tuple[int, ...]]
@@ -34,8 +34,8 @@ class _Field(NamedTuple):
 
 
 class JoinedRecords:
-    """What travels to other engines from ranks, as from an engine of one rank: a peer may have as
-    many ranks as it likes.
+    """Records of a multi-rank engine in the format of a single-rank engine, so that peers may have
+    any number of ranks.
 
     Args:
         own: records of rank 0, which knows those of the others.
@@ -101,7 +101,7 @@ class JoinedRecords:
 
 
 Records = HostRecords | JoinedRecords
-"""What travels."""
+"""Either kind of records."""
 
 
 def _fields(

@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 STALL_SECONDS = 10.0
-"""Silence of a peer after which its records are given up."""
+"""Seconds without data from a peer after which its records are given up."""
 AT_ONCE = 4
-"""Fetches that run side by side; others wait in order."""
+"""Concurrent fetches; others wait in order."""
 
 
 class Peer(NamedTuple):
-    """Where records are, and the right to them."""
+    """The address of records, and the ticket for them."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ class Peer(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A record, and the place that was taken for it."""
+    """A record, and the place reserved for it."""
 
     kind: int
     name: bytes
@@ -52,10 +52,10 @@ class Fetched:
     """The result of a fetch.
 
     Attributes:
-        arrived: records that are whole.
-        failure: why others are not, in one word; None: there are none.
-        said: the same for people.
-        refused: the peer serves another model: nothing of it may be used.
+        arrived: records that arrived intact.
+        failure: why others did not, in one word; None: all arrived.
+        said: the same as a sentence for logs.
+        refused: whether the peer serves another model, so that nothing of it may be used.
         lost: records whose places may still be written: they must not be used again.
     """
 
@@ -70,7 +70,7 @@ class Receiver:
     """Fetches in threads.
 
     Args:
-        records: where the bytes go.
+        records: host memory that is written.
         model: what this engine serves; see `Ask`.
         secret: see `cairn.engine.transfer.wire`.
         agent: reads records of peers that have one too; None: they send them.
@@ -84,13 +84,14 @@ class Receiver:
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cairn-receiver")
 
     def trusts(self, host: str) -> bool:
-        """Whether records of a host may be used: any that knows the secret, else those of this
-        machine. A request names the host, and what comes enters a cache that others use."""
+        """Whether records of a host may be used: with a secret, those of any host that knows it;
+        without one, those of this machine only. A request names the host, and the records enter a
+        cache shared with other requests."""
         return bool(self._secret) or host in LOOPBACK
 
     def fetch(self, peer: Peer, wanted: list[Wanted]) -> Future[Fetched]:
-        """Fetch records, or what can be had of them; it never fails. Until it is done the places
-        belong to it."""
+        """Fetch as many of the records as possible; the future never fails. Until it is done, the
+        places must not be used."""
         return self._threads.submit(self._fetch, peer, wanted)
 
     def _fetch(self, peer: Peer, wanted: list[Wanted]) -> Fetched:
@@ -137,7 +138,8 @@ class Receiver:
                 result.failure, result.said = "damaged", "a record came damaged"
 
     def _read(self, records: list[Wanted], answer: Answer, result: Fetched) -> None:
-        """Read records that are not sent. What was not read has another checksum."""
+        """Read records through the agent instead of receiving them; checksums detect those that
+        were not read."""
         assert self._agent is not None and isinstance(self._records, HostRecords)
         places = [self._records.place(record.kind, record.slot) for record in records]
         try:

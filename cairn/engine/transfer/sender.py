@@ -1,4 +1,4 @@
-"""Serves records to other engines: a thread for each connection."""
+"""Serves records to other engines, with one thread per connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cairn.specs.disaggregation import Disaggregation
 log = logging.getLogger(__name__)
 
 STALL_SECONDS = 10.0
-"""Silence of a peer after which its connection is given up."""
+"""Seconds without data from a peer after which its connection is closed."""
 
 
 class Listener(socketserver.ThreadingTCPServer):
@@ -60,7 +60,7 @@ class Listener(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, name="cairn-sender", daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """An answer could not be given: the one who asked finds out by itself."""
+        """Ignore failed answers: the peer notices by itself."""
         log.warning("records for %s were not sent", client_address, exc_info=True)
 
 
@@ -68,8 +68,8 @@ class Sender:
     """Answers requests for records.
 
     Args:
-        tickets: who has a right to what.
-        records: the bytes.
+        tickets: the rights to records.
+        records: the records in host memory.
         model: what this engine serves; see `Ask`.
         secret: see `cairn.engine.transfer.wire`.
         agent: by which others may read the records; None: they are sent.
@@ -93,7 +93,7 @@ class Sender:
             ask = receive_frame(connection, Ask, self._secret)
         except WireError as error:
             log.warning("a request for records was refused: %s", error)
-            # Signed with this engine's secret, so that the one who asked learns what is wrong.
+            # Signed with this engine's secret, so that the peer learns the reason.
             self._refuse(connection, error.reason)
             return
         if ask.version != VERSION or ask.model != self._model:
@@ -120,7 +120,8 @@ class Sender:
             places = [self._records.place(kind, slot)[0] for kind, slot in coming]
             answer = Answer(sums, agent=self._agent.metadata, addresses=places)
             send_frame(connection, answer, self._secret)
-            # It ends when they have been read. What is overwritten after that has another checksum.
+            # The connection ends when they have been read. Records overwritten after that fail
+            # their checksum.
             connection.settimeout(READ_SECONDS)
             connection.recv(1)
             return

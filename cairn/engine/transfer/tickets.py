@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from cairn.cache.host import HostCache
 
 TICKET_SECONDS = 30.0
-"""How long a ticket waits to be used."""
+"""Seconds after which an unused ticket expires."""
 
 
 @dataclass(slots=True)
 class Ticket:
-    """A right to records, which are held in host memory as long as it lasts.
+    """A right to read records, which stay in host memory as long as the ticket is valid.
 
     Attributes:
         records: (kind, name) -> place.
         deadline: when it expires (time.monotonic).
-        used: somebody is being served.
+        used: whether a peer is being served.
     """
 
     records: dict[tuple[int, bytes], int]
@@ -35,7 +35,7 @@ class Tickets:
 
     Args:
         host: holds the records.
-        seconds: how long a ticket waits to be used.
+        seconds: time after which an unused ticket expires.
     """
 
     def __init__(self, host: HostCache, seconds: float = TICKET_SECONDS) -> None:
@@ -49,14 +49,14 @@ class Tickets:
         return len(self._open)
 
     def issue(self, records: dict[tuple[int, bytes], int]) -> bytes:
-        """A ticket for records that the caller holds; from now on it holds them."""
+        """Issue a ticket for records that the caller holds; the ticket takes over the holds."""
         name = secrets.token_bytes(16)
         with self._lock:
             self._open[name] = Ticket(records, time.monotonic() + self._seconds)
         return name
 
     def claim(self, name: bytes) -> Ticket | None:
-        """The ticket, which nobody else can claim then; None: it was used, expired or never was."""
+        """Claim a ticket exclusively; None: it was used, has expired or never existed."""
         with self._lock:
             ticket = self._open.get(name)
             if ticket is None or ticket.used or ticket.deadline < time.monotonic():
@@ -65,12 +65,12 @@ class Tickets:
             return ticket
 
     def end(self, name: bytes) -> None:
-        """A claimed ticket has been served, or will not be."""
+        """End a claimed ticket."""
         with self._lock:
             self._ended.put(self._open.pop(name))
 
     def reap(self) -> None:
-        """Give back the records of tickets that have ended or expired."""
+        """Release the records of tickets that have ended or expired."""
         now = time.monotonic()
         with self._lock:
             expired = [n for n, t in self._open.items() if not t.used and t.deadline < now]

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Records on their way, and who waits for them."""
+    """A fetch in progress, and the requests that wait for it."""
 
     peer: Peer
     wanted: list[Wanted]
@@ -32,12 +32,12 @@ class _Fetch:
 
 
 class Transfers:
-    """Records travel between the host memories of two engines, never between their devices: what a
-    request or a peer gives up cannot hit a page that others use.
+    """Transfers of records between the host memories of two engines, never between their devices,
+    so that an aborted transfer cannot damage a page in use.
 
     Args:
         cache: the pages; it has a host cache.
-        tickets: rights that this engine gives; None: it gives none.
+        tickets: tickets that this engine issues; None: it issues none.
         address: where they are claimed.
         receiver: fetches records; None: this engine takes none.
         recompute: see `Disaggregation`.
@@ -64,11 +64,12 @@ class Transfers:
 
     @property
     def running(self) -> list[Future[Fetched]]:
-        """Fetches that are not settled."""
+        """Number of fetches in progress."""
         return [fetch.future for fetch in self._fetches]
 
     def check(self, asked: KvTransferParams) -> None:
-        """Raise BadRequest for what this engine does not do, or cannot do with these parameters."""
+        """Raise BadRequest for transfers that this engine does not support, or not with these
+        parameters."""
         if asked.do_remote_decode and self._tickets is None:
             raise BadRequest(
                 "kv_transfer_params ask for do_remote_decode, but this engine keeps no pages for "
@@ -91,8 +92,8 @@ class Transfers:
                 )
 
     def keep(self, request: Request) -> KvTransferParams:
-        """Keep the pages of a prompt that has been computed, for whoever shows the ticket in the
-        answer: what it needs to resume behind them."""
+        """Keep the records of a computed prompt for the engine that presents the returned
+        ticket."""
         assert self._tickets is not None
         cache, host, prompt = self._cache, self._host, request.tokens[: request.num_prompt]
         most = int(cache.slots.complete_pages(len(prompt) - 1))
@@ -114,8 +115,8 @@ class Transfers:
         )
 
     def fetch(self, request: Request, asked: KvTransferParams) -> Future[Fetched]:
-        """Fetch what device and host lack of a prompt's records; `arrived` takes the result.
-        Continuations of one prompt share a fetch."""
+        """Fetch the records of a prompt that are neither on the device nor in host memory;
+        `arrived` takes the result. Continuations of one prompt share a fetch."""
         assert self._receiver is not None
         peer, waiter = _peer_of(asked), Future[Fetched]()
         fetch = next((f for f in self._fetches if f.peer == peer), None)
@@ -143,7 +144,7 @@ class Transfers:
             )
 
     def poll(self) -> None:
-        """Settle what has ended: fetches, and tickets. Called between steps."""
+        """Process finished fetches and ended tickets. Called between steps."""
         for fetch in [f for f in self._fetches if f.future.done()]:
             self._fetches.remove(fetch)
             self._settle(fetch, fetch.future.result())
@@ -173,8 +174,8 @@ class Transfers:
                 waiter.set_result(fetched)
 
     def _wanted(self, request: Request) -> list[Wanted]:
-        """The records of a prompt that are neither on the device nor in host memory, as far as
-        there are places for them."""
+        """The records of a prompt that are neither on the device nor in host memory, limited to the
+        places available."""
         cache, host, tokens = self._cache, self._host, request.tokens
         count = int(cache.slots.complete_pages(len(tokens) - 1))
         keys = page_keys(tokens, 0, count, cache.slots.tokens_per_page, request.marks)
@@ -205,7 +206,7 @@ class Transfers:
 
 
 def _peer_of(asked: KvTransferParams) -> Peer:
-    """Where the records are. Raises BadRequest where that is not said."""
+    """The peer that has the records. Raises BadRequest if the request does not name it."""
     host, port, ticket = asked.remote_host, asked.remote_port, asked.remote_request_id
     try:
         if host and port and 0 < port < 65536 and ticket:

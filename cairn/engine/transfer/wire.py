@@ -1,4 +1,4 @@
-"""What passes between the two engines: one frame asks, one frame answers, records follow.
+"""The transfer protocol between two engines: a request frame, an answer frame, then the records.
 
 A frame is its length, a keyed hash of its body, and the body in MessagePack. The hash is blake2b's
 with the secret as its key. Records follow the answer one after the other as they are, in the order
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WireError(Exception):
-    """A frame that cannot be used.
+    """An invalid frame.
 
     Args:
         reason: one word, for a metric.
@@ -34,14 +34,14 @@ class WireError(Exception):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for the records of a ticket, whose right ends with the answer.
+    """Request for the records of a ticket, which is used up by the answer.
 
     Attributes:
-        version: of the protocol.
-        model: what the one who asks serves: model, weights and layout of records.
-        ticket: says for what it has a right.
+        version: protocol version.
+        model: key of the requester's model, weights and record layout.
+        ticket: name of the ticket.
         wanted: (kind, name) of records.
-        reads: records need not be sent: they are read by NIXL, if the other side has it.
+        reads: records are read through NIXL, if the other side has it, instead of being sent.
     """
 
     version: int
@@ -52,15 +52,15 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Answers an Ask. Without `agent` records follow; else the ticket's right lasts until the
-    connection ends, and they are read meanwhile.
+    """Answer to an Ask. Without `agent`, the records follow; otherwise they are read through NIXL,
+    and the ticket is valid until the connection ends.
 
     Attributes:
-        sums: checksum of each record that was asked for; None: it does not come.
-        refused: why nothing comes: "ticket", "model" or "version".
-        model: what the one who answers serves.
+        sums: checksum of each requested record; None: not available.
+        refused: why the request is refused: "ticket", "model" or "version".
+        model: key of the answering engine's model.
         agent: metadata of its NIXL agent; empty: records follow.
-        addresses: of the records that come, in its memory.
+        addresses: addresses of the records in its memory.
     """
 
     sums: list[int | None]
@@ -80,7 +80,7 @@ def receive_frame(connection: socket.socket, kind: type[T], secret: bytes) -> T:
     """Receive one frame.
 
     Raises:
-        WireError: it was made with another secret, or is none.
+        WireError: it was signed with another secret, or is malformed.
         OSError: the connection broke.
     """
     head = bytearray(4 + HASH_BYTES)

@@ -124,5 +124,5 @@ def stored_as(plain: Weight, scale_name: str) -> tuple[Weight, Weight]:
 
 def valued(codes: Tensor, scale: Tensor) -> Tensor:
     """float32 [.., out, in] of bytes [.., out, in / 2] and scales [.., out, in / 32] float32."""
-    numbers = nvfp4.unpacked(codes)
-    return numbers * scale.repeat_interleave(COLUMNS, dim=-1)[..., : numbers.shape[-1]]
+    values = nvfp4.unpacked(codes)
+    return values * scale.repeat_interleave(COLUMNS, dim=-1)[..., : values.shape[-1]]

@@ -102,7 +102,7 @@ def sigmoid_gate_kernel(
     x, gate, out, x_token, x_head, gate_token, gate_head, width,
     DIM: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = x * sigmoid(gate), of heads of DIM numbers. A token has `width` numbers and BLOCKS
+    """out = x * sigmoid(gate), of heads of DIM elements. A token has `width` elements and BLOCKS
     programs. PDL: as in `await_previous`."""
     await_previous(PDL)
     token, block = row_and_part(BLOCKS)

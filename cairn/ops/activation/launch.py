@@ -15,7 +15,7 @@ from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import Op
 
 BLOCK, WARPS = 1024, 4
-"""Numbers and warps of a program of a gated activation."""
+"""Elements and warps of a program of a gated activation."""
 PLAIN_BLOCK, PLAIN_WARPS = 2048, 4
 """The same of one without a gate."""
 PDL_BLOCK, PDL_WARPS = 256, 4
@@ -23,7 +23,7 @@ PDL_BLOCK, PDL_WARPS = 256, 4
 
 
 def in_rows(call: Call) -> bool:
-    """The numbers of a row lie side by side."""
+    """The elements of a row lie side by side."""
     return bool(call.input.stride(-1) == 1)
 
 
@@ -103,7 +103,7 @@ def launch(
     gates: int,
     limit: float = 0.0,
 ) -> Tensor:
-    """`activation_kernel` over input [..., gates * d] with its numbers side by side; limit: of
+    """`activation_kernel` over input [..., gates * d] with its elements side by side; limit: of
     these, 0: none."""
     width = input.shape[-1] // gates
     x = input.reshape(input.shape[:-1].numel(), gates * width)

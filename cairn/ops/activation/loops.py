@@ -27,7 +27,7 @@ def silu_and_mul(gates, ups, first, out):
 
 @jit(threads=True)
 def silu_and_mul_lanes(gates, ups, first, out):
-    """The same of bfloat16, sixteen numbers at once; d is a multiple of 16, out may be gates."""
+    """The same of bfloat16, sixteen elements at once; d is a multiple of 16, out may be gates."""
     one, power = spread(np.float32(1)), spread(-LOG2_E)
     for n in prange(len(out)):
         gate, up, target = n * gates.shape[1], n * ups.shape[1] + first, n * out.shape[1]

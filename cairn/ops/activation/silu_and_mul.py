@@ -25,7 +25,7 @@ def silu_and_mul(
     Args:
         input: [..., 2d] float32, bfloat16 or float16; rows may be strided.
         out: [..., d] of input's dtype, written and returned when given.
-        enable_pdl: without effect.
+        enable_pdl: ignored.
         expert_ids: [n] int32 or int64; row r is left as it is in `out` (0 without `out`) where
             expert_ids[r // expert_step] is -1. None: every row is written.
         expert_step: rows of one entry of expert_ids.
@@ -36,7 +36,7 @@ def silu_and_mul(
 
 
 def in_lanes(out: Tensor) -> bool:
-    """Whether a loop takes sixteen numbers at once of rows that give out [..., d]; it may then
+    """Whether a loop takes sixteen elements at once of rows that give out [..., d]; it may then
     write where it reads."""
     return avx512.PAIRS and out.dtype == torch.bfloat16 and out.shape[-1] % avx512.LANES == 0
 
@@ -45,7 +45,7 @@ def gate_rows(gates: Tensor, ups: Tensor, first: int, out: Tensor) -> None:
     """out [n, d] = silu of the first d of gates [n, any], times d of ups [n, any] from `first`;
     all contiguous."""
     loop = loops.silu_and_mul_lanes if in_lanes(out) else loops.silu_and_mul
-    loop(cpu.numbers(gates), cpu.numbers(ups), first, cpu.numbers(out))
+    loop(cpu.as_array(gates), cpu.as_array(ups), first, cpu.as_array(out))
 
 
 def _dense(call: Call) -> bool:

@@ -26,7 +26,7 @@ def init_custom_ar(ipc_tensors: Any, rank_data: Any, rank: int, full_nvlink: boo
 
     Args:
         ipc_tensors: the process group, None for the default one, or a `SymmetricAllReduce`.
-        rank_data, full_nvlink: without effect.
+        rank_data, full_nvlink: ignored.
         rank: of this process in the group.
     Raises:
         BadArgument: for raw addresses, another rank than this process has, or no process group.
@@ -62,7 +62,7 @@ def all_reduce(
     Args:
         fa: a handle of `init_custom_ar`.
         inp, out: alike, float32, bfloat16 or float16, contiguous.
-        reg_buffer, reg_buffer_sz_bytes: without effect.
+        reg_buffer, reg_buffer_sz_bytes: ignored.
     Raises:
         BadArgument: for an unknown handle, or tensors that do not fit.
     """
@@ -103,7 +103,7 @@ def all_reduce_reg(fa: int, inp: Tensor, out: Tensor) -> None:
 
 
 def all_reduce_unreg(fa: int, inp: Tensor, reg_buffer: Any, out: Tensor) -> None:
-    """`all_reduce`, under ROCm's name for unregistered buffers; reg_buffer: without effect."""
+    """`all_reduce`, under ROCm's name for unregistered buffers; reg_buffer: ignored."""
     object_at("all_reduce_unreg", fa).all_reduce(inp, out)
 
 
@@ -113,7 +113,7 @@ def deterministic_all_reduce_reg(fa: int, inp: Tensor, out: Tensor) -> None:
 
 
 def deterministic_all_reduce_unreg(fa: int, inp: Tensor, reg_buffer: Any, out: Tensor) -> None:
-    """`all_reduce`, which gives the same bits on all ranks; reg_buffer: without effect."""
+    """`all_reduce`, which gives the same bits on all ranks; reg_buffer: ignored."""
     object_at("deterministic_all_reduce_unreg", fa).all_reduce(inp, out)
 
 

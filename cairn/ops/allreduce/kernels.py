@@ -30,16 +30,16 @@ def read_words(at):
 
 
 @triton.jit
-def numbers_of(words, like):
+def values_of(words, like):
     """4-byte words as float32 values, one or two a word, of the dtype that `like` points to."""
     kind = like.dtype.element_ty
     if kind.primitive_bitwidth == 16:
         low = (words & 0xFFFF).to(tl.int16).to(kind, bitcast=True)
         high = (words >> 16).to(tl.int16).to(kind, bitcast=True)
-        numbers = tl.interleave(low, high)
+        values = tl.interleave(low, high)
     else:
-        numbers = words.to(kind, bitcast=True)
-    return numbers.to(tl.float32)
+        values = words.to(kind, bitcast=True)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -64,16 +64,16 @@ def exchanged(
         if other != RANK:
             to = tl.load(addresses + other).to(tl.pointer_type(tl.int64))
             write_words(to + begin + RANK * capacity + at, word)
-    total = numbers_of(tl.zeros_like(own), like)
+    total = values_of(tl.zeros_like(own), like)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
-            total += numbers_of(own, like)
+            total += values_of(own, like)
         else:
             source = inbox + begin + rank * capacity + at
             got = read_words(source)
             while tl.min(((got >> 32).to(tl.int32) == epoch).to(tl.int32), 0) == 0:
                 got = read_words(source)
-            total += numbers_of(got.to(tl.int32), like)
+            total += values_of(got.to(tl.int32), like)
     return total
 
 

@@ -35,7 +35,7 @@ def mscclpp_init_context(
     Args:
         rank, world_size: of this process, and of the group.
         unique_id, scratch, put_buffer, nranks_per_node, rank_to_node, rank_to_ib,
-            context_selection: without effect.
+        context_selection: ignored.
     Raises:
         BadArgument: for another rank or size than the group has, or no process group.
     """
@@ -48,7 +48,7 @@ def mscclpp_allreduce(context: int, inp: Tensor, out: Tensor, nthreads: int, nbl
     Args:
         context: a handle of `mscclpp_init_context`.
         inp, out: alike, float32, bfloat16 or float16, contiguous.
-        nthreads, nblocks: without effect.
+        nthreads, nblocks: ignored.
     Raises:
         BadArgument: for an unknown handle, or tensors that do not fit.
     """

@@ -1,6 +1,6 @@
 """ROCm's quick reduce: an all-reduce whose traffic is quantised in blocks.
 
-A rank rounds its tensor to integers with a scale for every 32 numbers, max |x| / MOST[profile],
+A rank rounds its tensor to integers with a scale for every 32 elements, max |x| / MOST[profile],
 before it sends it; what the ranks receive is summed in float32.
 """
 
@@ -45,7 +45,7 @@ def init_custom_qr(rank: int, world_size: int, qr_max_size: int | None = None) -
 
     Args:
         rank, world_size: of this process, and of the group.
-        qr_max_size: without effect.
+        qr_max_size: ignored.
     Raises:
         BadArgument: for another rank or size than the group has, or no process group.
     """
@@ -83,7 +83,7 @@ def qr_all_reduce(
         fa: a handle of `init_custom_qr`.
         profile: 0: numbers as they are; 1, 2, 3: integers of 8, 6 and 4 bits.
         inp, out: alike, float32, bfloat16 or float16, contiguous.
-        cast_bf2half: without effect.
+        cast_bf2half: ignored.
     Raises:
         BadArgument: for an unknown handle or profile, or tensors that do not fit.
     """

@@ -44,7 +44,7 @@ def cutlass_mla_decode(
         kv_c_and_k_pe_cache: [pages, P, latent + rope], the same; any P.
         seq_lens: [B] int32 or int64.
         page_table: [B, n] int32, n * P >= every length.
-        workspace: no effect.
+        workspace: ignored.
         sm_scale: of the dot products.
         num_kv_splits: no effect; splits follow from the shapes.
     Returns:

@@ -13,7 +13,7 @@ def cutlass_mla_get_workspace_size(
     Args:
         max_seq_len, num_batches: of the calls to come, >= 0.
         sm_count: multiprocessors, 0: the device's. No effect.
-        num_kv_splits: no effect.
+        num_kv_splits: ignored.
     Raises:
         BadArgument: a negative length or count.
     """

@@ -36,7 +36,7 @@ with 2 heads and behind 8K, 64 tokens are three times as fast in tiles, 16 as fa
 
 
 def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Shapes that the kernels take: plain layouts and heads of 16 to 256 numbers."""
+    """Shapes that the kernels take: plain layouts and heads of 16 to 256 elements."""
     heads, kv_heads, dim = q.shape[1], k_cache.shape[1], q.shape[2]
     return (
         q.is_contiguous()

@@ -36,11 +36,11 @@ def attend_few(call: Call, window: int, aligned: bool, dtype: torch.dtype) -> St
     """Loops over the tokens: (o [T, h_q, d] of a dtype, lse [T, h_q] float32)."""
     o, lse = _results(call, dtype)
     loops.attend_windows(
-        cpu.numbers(call.q.contiguous()),
-        *map(cpu.numbers, _places(call)),
+        cpu.as_array(call.q.contiguous()),
+        *map(cpu.as_array, _places(call)),
         (window, bool(aligned), bool(call.mask_landmarks)),
         _scale(call),
-        *map(cpu.numbers, (o, lse)),
+        *map(cpu.as_array, (o, lse)),
     )
     return o, lse
 
@@ -55,13 +55,13 @@ def attend_amx(call: Call, window: int, aligned: bool, dtype: torch.dtype) -> St
     """Blocks of consecutive tokens by AMX; results as of `attend_few`."""
     o, lse = _results(call, dtype)
     tile_loops.attend_blocks(
-        cpu.numbers(call.q.contiguous().view(torch.float32)),
-        *map(cpu.numbers, _places(call)),
+        cpu.as_array(call.q.contiguous().view(torch.float32)),
+        *map(cpu.as_array, _places(call)),
         tiling.blocks(call.row, call.slot, tile_loops.BLOCK),
         (window, bool(aligned), bool(call.mask_landmarks)),
         _scale(call),
         amx.shapes(),
-        *map(cpu.numbers, (o, lse)),
+        *map(cpu.as_array, (o, lse)),
     )
     return o, lse
 

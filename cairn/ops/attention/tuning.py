@@ -9,7 +9,7 @@ from cairn.ops.tuning import Tuning
 
 @dataclass(slots=True)
 class AttentionTuning(Tuning):
-    """One field a constant."""
+    """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     programs: int = 528
     """Programs that fill a large device four times; fewer of them are split over their keys."""
@@ -45,7 +45,7 @@ class AttentionTuning(Tuning):
     """Launches programs of 4 warps with narrow heads so that three fit the registers of a
     multiprocessor, where keys come in pairs of blocks."""
     merged: int = 2048
-    """Numbers of the splits' results that a program of `merge` holds: few, for all are loaded at
+    """Elements of the splits' results that a program of `merge` holds: few, for all are loaded at
     once, and nothing else is left to do."""
     paging_block_bytes: int = 8 << 20
     """Budget for one temporary tensor; loops over blocks keep to it whatever the context."""

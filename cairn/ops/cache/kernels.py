@@ -91,7 +91,7 @@ def pairs_worth(pair, scale, DTYPE: tl.constexpr):
     N: tl.constexpr = scale.shape[0]
     BLOCKS: tl.constexpr = scale.shape[1]
     # By a broadcast: behind tl.join the compiler gives operands of tensor cores a layout of at
-    # least 32 numbers along K, also where K is 16.
+    # least 32 elements along K, also where K is 16.
     code = pair.to(tl.int32)[:, :, None] >> (tl.arange(0, 2) * 4)[None, None, :]
     # The lowest bits of exponent and mantissa: a number is 2 ** 126 times that.
     bits = tl.reshape(((code & 7) << 22) | ((code & 8) << 28), (N, BLOCKS, 16))

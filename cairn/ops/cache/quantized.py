@@ -1,15 +1,15 @@
 """Keys and values in 8 or 4 bits, with scales for every slot and KV head.
 
 A quantized cache is bytes: [pages, h_kv, S, b], contiguous, where b = `KvFormat.slot_bytes` of d
-numbers; its dtype, uint8 or int8, tells the format. The bytes of one page and KV head are one
+elements; its dtype, uint8 or int8, tells the format. The bytes of one page and KV head are one
 block: the numbers of its slots, and behind them the slots' scales.
 
 * fp8_e4m3 (uint8): a float8 e4m3 number is a byte, and a slot has an exponent e: a number x is
   worth x * 2 ** (e - 127). A slot that was given an infinity or NaN is NaN as a whole: 0 times
   infinity, with e = 255.
-* fp4_e2m1 (int8): two e2m1 numbers share a byte, the first in its low half, and every 16 numbers of
-  a slot have an e4m3 scale, e4m3(largest / 6), which they are multiplied by. 16 numbers that were
-  given an infinity or NaN are NaN.
+* fp4_e2m1 (int8): two e2m1 numbers share a byte, the first in its low half, and every 16 elements
+  of a slot have an e4m3 scale, e4m3(largest / 6), which they are multiplied by. 16 elements that
+  were given an infinity or NaN are NaN.
 
 A page fills token by token. A scale of the whole page would depend on tokens that come later, or
 change when they come, and what a query reads on how the sequence was cut into steps. A slot's scale
@@ -28,19 +28,18 @@ from cairn.ops.quantization import nvfp4
 from cairn.ops.quantization.codes import E4M3
 from cairn.specs.kv_format import FP8_E4M3, KvFormat
 
-NUMBER = torch.float8_e4m3fn
 BYTES = torch.uint8
 NOT_FINITE = 255
-"""Exponent, or e4m3 scale, of what was given an infinity or NaN."""
+"""Exponent, or e4m3 scale, of a group that contained an infinity or NaN."""
 
 
 def is_quantized(cache: Tensor) -> bool:
-    """Whether a cache is of a format in fewer bits."""
+    """Whether a cache is quantised."""
     return cache.dtype in QUANTIZED
 
 
 def form_of(cache: Tensor) -> tuple[KvFormat, int]:
-    """Format of a quantized cache [pages, h_kv, S, b], and the numbers of a head, d."""
+    """Format of a quantized cache [pages, h_kv, S, b], and the elements of a head, d."""
     form = QUANTIZED[cache.dtype]
     dim = form.head_dim(cache.shape[3])
     assert dim is not None, f"{cache.shape[3]} bytes a slot are no quantized head"
@@ -48,40 +47,40 @@ def form_of(cache: Tensor) -> tuple[KvFormat, int]:
 
 
 def parts(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a quantized cache, as bytes: numbers [pages, h_kv, S, ..] and scales
-    [pages, h_kv, S, ..] of its slots."""
+    """Views of a quantized cache, as bytes: codes [pages, h_kv, S, ..] and scales [pages, h_kv, S,
+    ..] of its slots."""
     (form, dim), size = form_of(cache), cache.shape[2]
-    numbers = form.number_bytes(dim)
+    codes = form.code_bytes(dim)
     blocks = cache.view(BYTES).view(*cache.shape[:2], -1)
     return (
-        blocks[..., : size * numbers].unflatten(-1, (size, numbers)),
-        blocks[..., size * numbers :].unflatten(-1, (size, -1)),
+        blocks[..., : size * codes].unflatten(-1, (size, codes)),
+        blocks[..., size * codes :].unflatten(-1, (size, -1)),
     )
 
 
 def encode(x: Tensor, form: KvFormat) -> tuple[Tensor, Tensor]:
-    """x [..., d] as bytes: numbers [..., `number_bytes`] and scales [..., `scale_bytes`]."""
+    """x [..., d] as bytes: codes [..., `code_bytes`] and scales [..., `scale_bytes`]."""
     if form == FP8_E4M3:
-        numbers, exponents = quantize(x)
-        return numbers, exponents.unsqueeze(-1)
+        codes, exponents = quantize(x)
+        return codes, exponents.unsqueeze(-1)
     one = torch.ones((), dtype=torch.float32, device=x.device)
-    numbers, scales = nvfp4.quantize(x, one)
+    codes, scales = nvfp4.quantize(x, one)
     finite = x.isfinite().unflatten(-1, (-1, nvfp4.BLOCK)).all(dim=-1)
-    return numbers, scales.view(BYTES).masked_fill(~finite, NOT_FINITE)
+    return codes, scales.view(BYTES).masked_fill(~finite, NOT_FINITE)
 
 
-def decode(numbers: Tensor, scales: Tensor, form: KvFormat) -> Tensor:
-    """What the bytes of `encode`, both contiguous, are worth: [..., d] float32."""
+def decode(codes: Tensor, scales: Tensor, form: KvFormat) -> Tensor:
+    """The values [..., d] float32 of codes and scales from `encode`, both contiguous."""
     if form == FP8_E4M3:
-        return dequantize(numbers, scales.squeeze(-1))
-    codes = nvfp4.unpacked(numbers).unflatten(-1, (-1, nvfp4.BLOCK))
-    return (codes * scales.view(E4M3).float().unsqueeze(-1)).flatten(-2)
+        return dequantize(codes, scales.squeeze(-1))
+    values = nvfp4.unpacked(codes).unflatten(-1, (-1, nvfp4.BLOCK))
+    return (values * scales.view(E4M3).float().unsqueeze(-1)).flatten(-2)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., d] in 8 bits as (numbers [..., d], exponents [...]), both as bytes.
+    """x [..., d] in 8 bits as (codes [..., d], exponents [...]), both as bytes.
 
-    The exponent is the least that brings the largest number within e4m3; numbers are rounded to
+    The exponent is the least that brings the largest magnitude within e4m3; values are rounded to
     the nearest, ties to even.
     """
     bits = x.float().abs().amax(dim=-1).view(torch.int32)
@@ -90,12 +89,12 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     exponent.masked_fill_(bits >= 0x7F800000, NOT_FINITE)
     scaled = x.float() / scales(exponent).unsqueeze(-1)
     scaled.masked_fill_((exponent == NOT_FINITE).unsqueeze(-1), 0)
-    return scaled.to(NUMBER).view(BYTES), exponent.to(BYTES)
+    return scaled.to(E4M3).view(BYTES), exponent.to(BYTES)
 
 
-def dequantize(numbers: Tensor, exponents: Tensor) -> Tensor:
-    """What bytes [..., d] (contiguous) with exponents [...] are worth, [..., d] float32."""
-    return numbers.view(NUMBER).float() * scales(exponents).unsqueeze(-1)
+def dequantize(codes: Tensor, exponents: Tensor) -> Tensor:
+    """The values [..., d] float32 of codes [..., d] (contiguous) with exponents [...]."""
+    return codes.view(E4M3).float() * scales(exponents).unsqueeze(-1)
 
 
 def scales(exponents: Tensor) -> Tensor:
@@ -112,8 +111,8 @@ def pack(values: Tensor, form: KvFormat = FP8_E4M3) -> Tensor:
 
 def take(cache: Tensor, *index: Tensor) -> Tensor:
     """cache[index] of a quantized cache [pages, h_kv, S, b], worth [.., S, d] in float32."""
-    numbers, found = parts(cache)
-    return decode(numbers[index], found[index], form_of(cache)[0])
+    codes, found = parts(cache)
+    return decode(codes[index], found[index], form_of(cache)[0])
 
 
 def fits(x: Tensor, cache: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family's ops, for `cairn bench ops`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cairn.ops.compress.norm_rope_tail import norm_rope_tail
 
 PAGE = 64
 SIZES = {"full": (512, 64, 64, (1, 64, 4096)), "tiny": (32, 8, 2, (1, 5, 128))}
-"""Head dim, rotated part and heads (DeepSeek-V4-Flash's), and tokens."""
+"""Head dim, rotary dim and heads of DeepSeek-V4-Flash, and token counts."""
 F32 = torch.float32
 
 

@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _(make: Make) -> Cases:
 
 
 class _Kind(NamedTuple):
-    """Slots of a page, tokens of a window, numbers of an entry, 1 or 2 windows of an entry."""
+    """Page size, tokens per window, elements per entry, and windows per entry (1 or 2)."""
 
     size: int
     rate: int
@@ -40,10 +40,10 @@ def _windows(
     kind: _Kind,
     dtype: torch.dtype,
 ) -> Arguments:
-    """The last tokens of some rows, and one of padding."""
+    """Arguments for the last tokens of some rows and one padding token."""
     size, rate, dim, parts = kind
     wide = parts * dim
-    # One more column: a cache of which the inputs are a part.
+    # One column more, so that the inputs are a strided view.
     paged = make.paged(lengths, 1, size, 2 * wide + 4)
     row, slot, _ = paged.queries(counts)
     row, slot = (torch.cat((x, x.new_full((1,), n))) for x, n in ((row, 0), (slot, -1)))

@@ -24,7 +24,7 @@ from cairn.ops.registry import op
 
 NAME = "compress_windows"
 NUMBERS, WARPS = 4096, 4
-"""Numbers that a program reads at once, and its warps."""
+"""Elements per program and iteration, and warps per program."""
 
 
 @op
@@ -39,26 +39,29 @@ def compress_windows(
     cos_sin: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """One entry for each window of m tokens, 0 .. m - 1, m .. 2 m - 1 and so on, that a token of a
-    step closes: a mean of values, weighted for every channel by a softmax of their logits + bias;
-    normed, its last dimensions rotated by cos_sin. In float32, rounded once.
+    """One entry for each window of m tokens (0 .. m - 1, m .. 2 m - 1, ...) whose last token is in
+    the step: the mean of the tokens' values, weighted per channel by the softmax of their logits +
+    bias, then normed, with its last dimensions rotated by cos_sin. Computed in float32, rounded
+    once.
 
-    The inputs of a token are w values, then w logits. With w = d the mean is over the window's m
-    tokens. With w = 2 d it is over 2 m: the first d values of the tokens of the window before, and
-    the last d of the window's own; the first window has only these.
+    The inputs of a token are w values, then w logits. With w = d the mean is over the m tokens of
+    the window. With w = 2 d it is over 2 m items: the first d values of each token of the previous
+    window, and the last d values of each token of this window; the first window has only the
+    latter.
 
     Args:
         inputs: [pages, S, 2 w] float32, pages of any stride.
         page_table: [rows, max_pages] int32.
         row: [T] int64, of the page table.
-        slot: [T] int64; -1: padding. A token closes a window if slot + 1 is a multiple of m.
-        bias: [m, w] float32, by the place in the window.
+        slot: [T] int64; -1: padding. A token is the last of a window if slot + 1 is a multiple of
+            m.
+        bias: [m, w] float32, by position in the window.
         norm: [d] float32, bfloat16 or float16.
         eps: added to the mean square.
-        cos_sin: [T, n] float32, angles of the first token of the window that the token closes.
+        cos_sin: [T, n] float32, angles of the first token of the window that ends with the token.
         dtype: of the result; None: float32.
     Returns:
-        [T, d]; of tokens that close no window 0.
+        [T, d]; 0 for tokens that are not the last of a window.
     Raises:
         BadArgument: for another shape, dtype or device, or (on a CPU) a row or slot beyond the page
             table.
@@ -70,7 +73,8 @@ def compress_windows(
     block = paging.tokens_per_block(16 * len(back) * wide, len(closing))
     for first in range(0, len(closing), block):
         token = closing[first : first + block]
-        # Items of an entry: the tokens of its window, and with overlap those of the window before.
+        # Items of an entry: the tokens of its window and, with overlap, those of the previous
+        # window.
         item = slot[token].unsqueeze(1) - back
         absent = (item < 0).unsqueeze(-1)
         item = item.clamp(min=0)
@@ -89,14 +93,15 @@ def compress_windows(
 
 
 def _parts(x: Tensor, rate: int, dim: int) -> Tensor:
-    """[n, 2 m, d] of [n, 2 m, 2 d]: the first part of the window before, the last of its own."""
+    """[n, 2 m, d] of [n, 2 m, 2 d]: the first half of the previous window's values, the last half
+    of its own window's."""
     return torch.cat((x[:, :rate, :dim], x[:, rate:, dim:]), dim=1)
 
 
 def _weighed(values: Tensor, logits: Tensor) -> Tensor:
     """Sums over items of values [n, items, d], weighted by the softmax of their logits: [n, d].
 
-    Item by item, so that every entry is summed in one order, whatever else a step closes.
+    Summed item by item, so that the order does not depend on what else is in the step.
     """
     weights = torch.exp(logits - logits.amax(dim=1, keepdim=True))
     total, entry = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])

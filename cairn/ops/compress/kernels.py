@@ -11,8 +11,8 @@ from cairn.ops.pdl import await_previous
 def turned_tail(
     x, angles, DIM: tl.constexpr, ROTATED: tl.constexpr, INVERSE: tl.constexpr
 ):  # fmt: skip
-    """Lines [LINES, DP] whose numbers DIM - ROTATED .. DIM - 1 are turned, neighbours paired, by
-    the angles [cos | sin] at `angles`."""
+    """Rows [LINES, DP] with elements DIM - ROTATED .. DIM - 1 rotated by the angles [cos | sin] at
+    `angles`; element 2i is paired with 2i + 1."""
     lines: tl.constexpr = x.shape[0]
     half: tl.constexpr = x.shape[1] // 2
     even, odd = tl.split(tl.reshape(x, (lines, half, 2)))
@@ -33,7 +33,7 @@ def norm_rope_tail_kernel(
     DIM: tl.constexpr, DP: tl.constexpr, ROTATED: tl.constexpr, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, NORMED: tl.constexpr, INVERSE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, one of GROUPS; see `norm_rope_tail`.
+    """`norm_rope_tail` for HEADS heads of one token, one of its GROUPS groups of heads.
 
     Args:
         weight: [DIM], or None.
@@ -63,12 +63,13 @@ def compress_kernel(
     DIM: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr, RATE: tl.constexpr,
     ITEMS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """The entry of the window that a token closes, or 0 if it closes none; see `compress_windows`.
+    """Write the entry of the window that ends with a token, or 0 if none does; see
+    `compress_windows`.
 
     Args:
-        DP: DIM, padded. WIDE: values of a token.
-        ITEMS: tokens of which an entry is made. AT_ONCE: how many are read at once.
-        SIZE: slots of a page.
+        DP: DIM, padded. WIDE: values per token.
+        ITEMS: tokens that contribute to an entry. AT_ONCE: tokens per iteration.
+        SIZE: page size.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DP)

@@ -1,4 +1,4 @@
-"""Heads normed, and their last dimensions rotated, or rotated back."""
+"""RMS norm of heads, and rotation of their last dimensions by the angles or by minus the angles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.ops.registry import op
 
 NAME = "norm_rope_tail"
 NUMBERS, WARPS = 4096, 4
-"""Of a program."""
+"""Elements and warps per program."""
 
 
 @op
@@ -26,8 +26,8 @@ def norm_rope_tail(
     inverse: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """rmsnorm of every head, then rotary embedding of its last dimensions, neighbours paired; in
-    float32, rounded once at the end.
+    """rmsnorm of every head, then rotary embedding of its last d dimensions, 2i paired with 2i + 1;
+    in float32, rounded once at the end.
 
     Args:
         x: [T, H, D] float32, bfloat16 or float16; rows may be strided.

@@ -1,11 +1,11 @@
-"""Numba, where it is installed: loops over few numbers, compiled for this CPU at their first call.
+"""Loops compiled by Numba, where it is installed, for ops on few elements on a CPU.
 
-Between two layers of a decode step the weights of one run through the caches, so that each of
-torch's many small calls is cold. One compiled loop takes their place. Files of loops, each named
-`loops`, import `jit` and what stands here from it; without Numba their functions are plain ones
-that nobody calls, and `DEVICES`, which such implementations register for, is empty.
+In a decode step each layer's weights evict the caches, so that each of torch's many small calls
+runs cold; one compiled loop replaces them. Loops are in files named `loops.py`, which import `jit`
+and the helpers from here. Without Numba their functions stay plain Python and are never called,
+because `DEVICES`, for which such implementations register, is empty.
 
-What is compiled is kept beside the source files, or in the user's cache folder.
+Compiled code is cached beside the source files, or in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ with contextlib.suppress(ImportError):
 AVAILABLE = _module is not None
 DEVICES: tuple[str, ...] = ("cpu",) if AVAILABLE else ()
 
-# Sums may be taken in any order; infinities and NaN keep their meaning.
+# Sums may be reordered; infinities and NaN keep their meaning.
 FAST = ("reassoc", "contract", "nsz", "arcp")
-_AS_NUMBERS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_STORED_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def _shares_threads() -> bool:
@@ -65,11 +65,12 @@ prange: Any = _module.prange if AVAILABLE else range
 
 
 def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) -> Any:
-    """Compile a function at its first call with arguments of a kind; without Numba leave it.
+    """Compile a function at its first call with arguments of new types; without Numba return it
+    unchanged.
 
     Args:
-        threads: `prange` in it runs on several threads. Such a function is called from Python;
-            the others from compiled ones alone.
+        threads: `prange` in it runs on several threads. Only such functions may be called from
+            Python; the others are called from compiled functions.
     """
     if function is None:
         return functools.partial(jit, threads=threads)
@@ -95,12 +96,12 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
 
 
 class _InnerLoop:
-    """A function that other loops call. It has no wrapper for Python, without which Numba would
-    crash the process."""
+    """A function that only other loops call. It has no Python wrapper; calling it from Python would
+    crash the process, so this class raises instead."""
 
     def __init__(self, compiled: Any) -> None:
         self.compiled = compiled
-        # By its type Numba knows a function that a loop calls.
+        # Numba recognises a function that a loop calls by this type.
         self._numba_type_ = _types.Dispatcher(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,8 +110,8 @@ class _InnerLoop:
 
 
 def mark_of(loop: Any, kind: str) -> Path | None:
-    """A file beside what is kept of a loop, for a note that all loops of a kind are kept as they
-    are now; None where nothing is kept."""
+    """A marker file beside a loop's cached code, which says that all loops of a kind are cached in
+    their current form; None where nothing is cached."""
     folder = getattr(loop._cache, "cache_path", None)
     if folder is None:
         return None
@@ -121,39 +122,39 @@ def mark_of(loop: Any, kind: str) -> Path | None:
 
 @functools.cache
 def _sources() -> tuple[tuple[float, int], ...]:
-    """What changes with any file of loops, and with what they are made of."""
+    """Time stamps and sizes of all files with loops and of the files that they are built from."""
     folder = Path(__file__).parent
     parts = folder.glob("*.py")
     states = (path.stat() for path in sorted((*parts, *folder.parent.glob("*/*loops.py"))))
     return tuple((state.st_mtime, state.st_size) for state in states)
 
 
-def numbers(tensor: Tensor) -> NDArray[Any]:
-    """A tensor's own memory for loops; bfloat16 comes as uint16, float16 as int16.
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """A NumPy view of a tensor for loops; bfloat16 as uint16, float16 as int16.
 
-    No gradient goes through loops, as none goes through the kernels of a GPU.
+    Loops have no gradient, like the GPU kernels.
     """
-    other, own = _AS_NUMBERS.get(tensor.dtype), tensor.detach() if tensor.requires_grad else tensor
+    other, own = _STORED_AS.get(tensor.dtype), tensor.detach() if tensor.requires_grad else tensor
     array: NDArray[Any] = (own if other is None else own.view(other)).numpy()
     return array
 
 
 def line(tensor: Tensor) -> NDArray[Any]:
-    """The memory from a tensor's first number to its last as one line [n], strides left out."""
+    """A flat view [n] of the memory from a tensor's first element to its last, gaps included."""
     if tensor.is_contiguous():
-        return numbers(tensor.view(-1))
+        return as_array(tensor.view(-1))
     span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return numbers(tensor.as_strided((span if tensor.numel() else 0,), (1,)))
+    return as_array(tensor.as_strided((span if tensor.numel() else 0,), (1,)))
 
 
-def numbers_or_none(tensor: Tensor | None, dtype: torch.dtype, dims: int) -> NDArray[Any]:
-    """`numbers`; of None an array of that dtype's kind without any, which stands for it."""
-    return _none(dtype, dims) if tensor is None else numbers(tensor)
+def array_or_empty(tensor: Tensor | None, dtype: torch.dtype, dims: int) -> NDArray[Any]:
+    """`as_array`; for None an empty array of that dtype's kind and number of dims."""
+    return _none(dtype, dims) if tensor is None else as_array(tensor)
 
 
 @functools.cache
 def _none(dtype: torch.dtype, dims: int) -> NDArray[Any]:
-    return numbers(torch.empty((0,) * dims, dtype=dtype, device="cpu"))
+    return as_array(torch.empty((0,) * dims, dtype=dtype, device="cpu"))
 
 
 def _build_wide(context: Any, number: Any) -> Any:
@@ -210,16 +211,16 @@ def _word(number: int) -> Any:
 
 
 wide: Any = _intrinsic and _intrinsic(_build_wide)
-"""wide(x): a number of an array as float32."""
+"""wide(x): an array element as float32."""
 narrow: Any = _intrinsic and _intrinsic(_build_narrow)
-"""narrow(x, like): a float32 as a number of the kind of `like`; to the nearest, ties to even."""
+"""narrow(x, like): a float32 rounded to the kind of `like`; to the nearest, ties to even."""
 bits: Any = _intrinsic and _intrinsic(_build_bits)
-"""bits(x): those of a float32, as int32."""
+"""bits(x): the bits of a float32, as int32."""
 _power_of_2: Any = _intrinsic and _intrinsic(_build_power_of_2)
-"""2 ** n as float32, of an int32 n from -126 to 127."""
+"""2 ** n as float32, for an int32 n from -126 to 127."""
 
 _LOG2_E = np.float32(1.4426950408889634)
-# ln 2 as a sum of two: the first has trailing zeros, so that n times it is exact.
+# ln 2 as a sum of two parts; the first has trailing zeros, so that its product with n is exact.
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LEAST = np.float32(-87.0)
 
@@ -227,8 +228,8 @@ _LEAST = np.float32(-87.0)
 def _exp(x: Any) -> Any:
     """e ** x for a float32 x <= 88, to 2 units in the last place; 0 for less than -87.
 
-    Loops with it are vectorised, which a call of the C library's function would prevent.
-    2 ** n times a polynomial in the rest, the one of Cephes' expf.
+    Loops with it can be vectorised, which a call of the C library's function would prevent. 2 ** n
+    times Cephes' expf polynomial of the remainder.
     """
     least = x if x > _LEAST else _LEAST
     n = np.floor(least * _LOG2_E + np.float32(0.5))

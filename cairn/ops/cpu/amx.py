@@ -1,11 +1,11 @@
-"""AMX: products of bfloat16 tiles with float32 sums, in loops that `cpu.jit` compiles.
+"""AMX instructions for loops compiled by `cpu.jit`: products of bfloat16 tiles with float32 sums.
 
-A tile is a register of 16 lines of 64 bytes; there are eight. `tile_dot(c, a, b)` adds to the
-float32 [16, 16] in tile c the product of a, bfloat16 [16, 32], and b [32, 16], whose numbers lie as
-[16, 16, 2]: two lines of the matrix side by side in one of the tile.
+There are eight tile registers of 16 rows of 64 bytes. `tile_dot(c, a, b)` adds to the float32 [16,
+16] in tile c the product of a, bfloat16 [16, 32], and b [32, 16], stored as [16, 16, 2]: each tile
+row interleaves two rows of the matrix.
 
-oneDNN, which computes torch's matrix products, keeps its own shapes of tiles in a thread: loops
-save them before they load theirs, and load them again at the end.
+oneDNN, which computes torch's matrix products, keeps its tile configuration loaded in a thread:
+loops save it before they load their own, and restore it at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _intrinsic: Any = _extending and _extending.intrinsic
 
 
 def _missing() -> str:
-    """What keeps loops from such tiles here: the compiler, the CPU, torch, or the system."""
+    """Why AMX cannot be used here (compiler, CPU, torch or system)."""
     if not cpu.AVAILABLE:
         return "Numba is not installed"
     features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
@@ -46,7 +46,7 @@ AVAILABLE = not MISSING
 
 @functools.cache
 def shapes() -> NDArray[np.uint8]:
-    """For `load_shapes`: all eight tiles whole."""
+    """The configuration for `load_shapes` in which all eight tiles have full size."""
     config = np.zeros(64, np.uint8)
     config[0] = 1
     config[16:32:2], config[48:56] = 64, 16
@@ -60,17 +60,17 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any = None) 
 
 
 def _literal(*tiles: Any) -> bool:
-    """Whether the numbers of tiles, which an instruction holds, are constants yet."""
+    """Whether tile indices are compile-time constants, as the instruction needs."""
     return all(isinstance(tile, _types.IntegerLiteral) for tile in tiles)
 
 
-def _numbers(*tiles: Any) -> list[Any]:
+def _indices(*tiles: Any) -> list[Any]:
     return [_ir.Constant(_ir.IntType(8), tile.literal_value) for tile in tiles]
 
 
 def _build_dot(context: Any, c: Any, a: Any, b: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        call(builder, "llvm.x86.tdpbf16ps", _ir.VoidType(), *_numbers(c, a, b))
+        call(builder, "llvm.x86.tdpbf16ps", _ir.VoidType(), *_indices(c, a, b))
         return context.get_dummy_value()
 
     return (_types.void(c, a, b), emit) if _literal(c, a, b) else None
@@ -78,7 +78,7 @@ def _build_dot(context: Any, c: Any, a: Any, b: Any) -> Any:
 
 def _build_zero(context: Any, tile: Any) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        call(builder, "llvm.x86.tilezero", _ir.VoidType(), *_numbers(tile))
+        call(builder, "llvm.x86.tilezero", _ir.VoidType(), *_indices(tile))
         return context.get_dummy_value()
 
     return (_types.void(tile), emit) if _literal(tile) else None
@@ -89,8 +89,8 @@ def _between_memory(name: str) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             place = _address(context, builder, array, args[1], args[2])
             size = _ir.Constant(_ir.IntType(64), array.dtype.bitwidth // 8)
-            numbers = (*_numbers(tile), place, builder.mul(args[3], size))
-            call(builder, name, _ir.VoidType(), *numbers)
+            arguments = (*_indices(tile), place, builder.mul(args[3], size))
+            call(builder, name, _ir.VoidType(), *arguments)
             return context.get_dummy_value()
 
         signature = _types.void(tile, array, _types.int64, _types.int64)
@@ -111,15 +111,17 @@ def _with_shapes(name: str) -> Any:
 
 
 tile_dot: Any = _intrinsic and _intrinsic(_build_dot)
-"""tile_dot(c, a, b): numbers of tiles, written out where it is called, as in all of these."""
+"""tile_dot(c, a, b): c += a b; tile indices are literals at the call, as in all of these
+functions."""
 tile_zero: Any = _intrinsic and _intrinsic(_build_zero)
 """tile_zero(tile)."""
 tile_load: Any = _between_memory("llvm.x86.tileloadd64")
-"""tile_load(tile, array, at, stride): 16 lines from the number `at` of the flattened array on, so
-many numbers from one line to the next."""
+"""tile_load(tile, array, at, stride): 16 rows from element `at` of the flattened array on, `stride`
+elements apart."""
 tile_store: Any = _between_memory("llvm.x86.tilestored64")
 """tile_store(tile, array, at, stride)."""
 load_shapes: Any = _with_shapes("llvm.x86.ldtilecfg")
-"""load_shapes(config): a thread's shapes of tiles, uint8 [64]; what was in the tiles is lost."""
+"""load_shapes(config): load a thread's tile configuration, uint8 [64]; the contents of the tiles
+are lost."""
 save_shapes: Any = _with_shapes("llvm.x86.sttilecfg")
-"""save_shapes(config): the shapes that are loaded, written to uint8 [64]."""
+"""save_shapes(config): write the current tile configuration to uint8 [64]."""

@@ -1,8 +1,8 @@
-"""Sixteen float32 at once, in loops that `cpu.jit` compiles: one lane a query.
+"""AVX-512 vectors of 16 float32 lanes for loops compiled by `cpu.jit`.
 
-Compilers make vectors of simple loops, but not of a softmax down sixteen columns. `+ - *` work on
-lanes; a number meets them by `spread`. What lies in memory is an array of 4-byte numbers, addressed
-by the place of its first in the flattened array.
+Compilers vectorise simple loops, but not a softmax over 16 columns. `+ - *` work lane by lane;
+`spread` broadcasts a scalar. Memory operands are arrays of 4-byte elements, addressed by the index
+of the first element in the flattened array.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOG2_E = np.float32(1.4426950408889634)
 
 
 def _pairs_in_one() -> bool:
-    """Whether the CPU multiplies and adds pairs of bfloat16 in one instruction, AVX512-BF16."""
+    """Whether the CPU has AVX512-BF16, which multiplies and adds pairs of bfloat16."""
     if not AVAILABLE:
         return False
     binding = importlib.import_module("llvmlite.binding")
@@ -40,7 +40,7 @@ if AVAILABLE:
     _NUMBERS, _WORDS = _ir.VectorType(_NUMBER, LANES), _ir.VectorType(_WORD, LANES)
 
     class _BFloat(_ir.Type):  # type: ignore[misc]
-        """LLVM's type of 16 bits, of which llvmlite knows nothing."""
+        """LLVM's bfloat type, which llvmlite lacks."""
 
         def _to_string(self) -> str:
             return "bfloat"
@@ -64,13 +64,14 @@ def _words(number: int) -> Any:
 
 
 def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
-    """An instruction by LLVM's name, with what it returns."""
+    """Emit a call of the LLVM intrinsic of this name, with its result type."""
     kind = _ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(_utils.get_or_insert_function(builder.module, kind, name), args)
 
 
 def _pointer(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """To sixteen numbers of an array, the first argument, from the second one on."""
+    """A pointer to 16 elements of the array in the first argument, from the index in the second
+    on."""
     data = context.make_array(signature.args[0])(context, builder, args[0]).data
     return builder.bitcast(builder.gep(data, [args[1]]), _NUMBERS.as_pointer())
 
@@ -188,14 +189,14 @@ def _build_add_products(context: Any, total: Any, a: Any, i: Any, b: Any, j: Any
 
 
 def _take(builder: Any, place: Any, kind: Any) -> Any:
-    """What lies there, as this type, aligned to its numbers alone."""
+    """Load a value of this type from an address that is aligned to its elements only."""
     loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
     loaded.align = 2
     return loaded
 
 
 def _widen(builder: Any, place: Any, dtype: Any) -> Any:
-    """Sixteen numbers of an array as float32, see `cpu.numbers`."""
+    """Sixteen numbers of an array as float32, see `cpu.as_array`."""
     if dtype == _types.float32:
         return _take(builder, place, _NUMBERS)
     if dtype == _types.int16:
@@ -255,13 +256,13 @@ def _build_times_power(context: Any, x: Any, exponent: Any) -> Any:
 
 
 def _masked(builder: Any, name: str, *args: Any) -> Any:
-    """An instruction that takes a mask too, of all lanes, and how to round: as everywhere."""
+    """Emit an instruction with a mask (all lanes) and a rounding mode (the current one)."""
     none, every = _ir.Constant(_NUMBERS, None), _ir.Constant(_ir.IntType(16), 0xFFFF)
     return call(builder, name, _NUMBERS, *args, none, every, _ir.Constant(_WORD, 4))
 
 
 def _register(sign: Any, name: str) -> None:
-    """Let an operator between lanes be an instruction of LLVM's."""
+    """Implement an operator on lanes by an LLVM instruction."""
 
     def typer(context: Any) -> Any:
         return lambda a, b: _lanes if a == b == _lanes else None
@@ -286,36 +287,37 @@ load: Any = _intrinsic and _intrinsic(_build_load)
 store: Any = _intrinsic and _intrinsic(_build_store)
 """store(array, at, value)."""
 load_some: Any = _intrinsic and _intrinsic(_build_load_some)
-"""load_some(array, at, count): the first lanes; the others are 0, what lies there is not read."""
+"""load_some(array, at, count): load the first `count` lanes; the others are 0 and their memory is
+not read."""
 store_some: Any = _intrinsic and _intrinsic(_build_store_some)
-"""store_some(array, at, count, value): the first lanes alone."""
+"""store_some(array, at, count, value): store the first `count` lanes only."""
 store_pairs: Any = _intrinsic and _intrinsic(_build_store_pairs)
-"""store_pairs(array, at, even, odd): as bfloat16, in each lane's 4 bytes one of either; to the
-nearest, ties to even. An instruction of AVX512-BF16, which CPUs with AMX have."""
+"""store_pairs(array, at, even, odd): store both as bfloat16, interleaved; to the nearest, ties to
+even. Needs AVX512-BF16, which CPUs with AMX have."""
 widened: Any = _intrinsic and _intrinsic(_build_widened)
-"""widened(array, at): sixteen numbers of an array of any kind, see `cpu.numbers`."""
+"""widened(array, at): sixteen elements of an array of any kind, see `cpu.as_array`."""
 store_rounded: Any = _intrinsic and _intrinsic(_build_store_rounded)
-"""store_rounded(array, at, value): as bfloat16; to the nearest, ties to even. An instruction of
+"""store_rounded(array, at, value): store as bfloat16; to the nearest, ties to even. Needs
 AVX512-BF16."""
 add_products: Any = _intrinsic and _intrinsic(_build_add_products)
-"""add_products(total, a, i, b, j): total and the products of 32 numbers from i on in one array, of
-one kind with those from j on in another, two in each lane."""
+"""add_products(total, a, i, b, j): total plus the products of 32 elements of a from i on with 32 of
+b from j on, two products per lane."""
 total: Any = _intrinsic and _intrinsic(_build_total)
 """total(x): the sum over the lanes."""
 highest: Any = _intrinsic and _intrinsic(_build_highest)
-"""highest(a, b): the larger of each lane; b where one is NaN."""
+"""highest(a, b): the maximum per lane; b where one is NaN."""
 choose: Any = _intrinsic and _intrinsic(_build_choose)
 """choose(x, least, value, other): value where x >= least or one of them is NaN, else other."""
 halves: Any = _intrinsic and _intrinsic(_build_halves)
 """halves(a, b): the first eight lanes of a, then the last eight of b."""
 _above_floor: Any = _intrinsic and _intrinsic(_build_above_floor)
-"""_above_floor(x): x - floor(x); 0 of an infinity."""
+"""_above_floor(x): x - floor(x); 0 for an infinity."""
 _times_power: Any = _intrinsic and _intrinsic(_build_times_power)
 """_times_power(x, exponent): x * 2 ** floor(exponent)."""
 
 
 def _scratch(lines: Any) -> Any:
-    """[lines, 16] float32, unwritten, each in one line of a core's cache."""
+    """Uninitialised [lines, 16] float32; each row is one cache line."""
     numbers = np.empty((lines + 1) * LANES, np.float32)
     first = -numbers.ctypes.data // 4 % LANES
     return numbers[first : first + lines * LANES].reshape(lines, LANES)
@@ -325,10 +327,9 @@ scratch: Any = jit(_scratch)
 
 
 def _exp2(x: Any) -> Any:
-    """2 ** x of lanes, to 3e-6 of it, exact for whole numbers; 0 for -inf.
+    """2 ** x per lane, with a relative error of 3e-6, exact for integers; 0 for -inf.
 
-    2 ** floor(x) times the polynomial that comes closest to 2 ** r, 0 <= r < 1, of those that are 1
-    for r = 0. Instructions of AVX512.
+    2 ** floor(x) times the minimax polynomial of 2 ** r, 0 <= r < 1, that is 1 at r = 0.
     """
     r = _above_floor(x)
     p = spread(np.float32(1.3426747e-2))

@@ -15,7 +15,7 @@ from cairn.ops.registry import op
 
 FEW_TOKENS = 64
 BLOCK, WARPS = 2048, 4
-"""Numbers and warps of a program."""
+"""Elements and warps per program."""
 FEW_BLOCK, FEW_WARPS = 2048, 8
 """The same for few tokens."""
 
@@ -51,17 +51,17 @@ def _(call: Call) -> None:
 def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     """out [T, H, d1 + d2] = [first | second]; `second` may have one head for all."""
     tokens, heads, _ = out.shape
-    numbers = heads * out.shape[2]
+    elements = heads * out.shape[2]
     shared = second.shape[1] == 1
     block, warps = (FEW_BLOCK, FEW_WARPS) if tokens < FEW_TOKENS else (BLOCK, WARPS)
-    parts = -(-numbers // block)
+    parts = -(-elements // block)
     pdl = uses_pdl(out.device, tokens, parts * warps)
     if out.numel():
         concat_kernel[(tokens * parts,)](
             first=first,
             second=second,
             out=out,
-            numbers=numbers,
+            elements=elements,
             first_stride=first.stride(0),
             first_head_stride=first.stride(1),
             second_stride=second.stride(0),

@@ -16,7 +16,7 @@ from cairn.ops.registry import op
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = (E4M3, E5M2)
 BLOCK, WARPS = 2048, 8
-"""Numbers and warps of a program."""
+"""Elements and warps per program."""
 PDL_BLOCK, PDL_WARPS = 1024, 4
 """The same where it is launched before the kernel in front is done."""
 
@@ -42,7 +42,7 @@ def fp8_quantize(
         scale_inv: one over the scale that the result is to be multiplied by.
         out: x's shape, of fp8_dtype, written and returned when given.
         fp8_dtype: float8_e4m3fn or float8_e5m2.
-        enable_pdl: without effect.
+        enable_pdl: ignored.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

@@ -10,7 +10,7 @@ from cairn.ops.quantization.kernels import fp8_by_integers
 
 @triton.jit(early=())
 def concat_kernel(
-    first, second, out, numbers,
+    first, second, out, elements,
     first_stride, first_head_stride, second_stride, second_head_stride, out_stride, out_head_stride,
     FIRST: tl.constexpr, SECOND: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -22,7 +22,7 @@ def concat_kernel(
     number = part * BLOCK + tl.arange(0, BLOCK)
     head = number // (FIRST + SECOND)
     column = number % (FIRST + SECOND)
-    inside = number < numbers
+    inside = number < elements
     in_first = column < FIRST
     one = first + token * first_stride + head * first_head_stride + column
     other = second + token * second_stride + head * second_head_stride + (column - FIRST)
@@ -93,7 +93,7 @@ def pack_rows(
     HEADS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, E4M3: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of a token's heads [FIRST of the head | SECOND of all heads] as float8.
+    """Elements of a token's heads [FIRST of the head | SECOND of all heads] as float8.
 
     Args:
         second: None with SECOND = 0.

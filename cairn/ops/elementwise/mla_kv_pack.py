@@ -15,7 +15,7 @@ from cairn.ops.registry import op
 
 NAME = "mla_kv_pack_quantize_fp8"
 BLOCK, WARPS = 1024, 4
-"""Numbers and warps of a program."""
+"""Elements and warps per program."""
 
 
 @op(mutates=("k_out", "v_out"))

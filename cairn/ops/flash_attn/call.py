@@ -14,7 +14,7 @@ from cairn.ops.flash_attn.flash_attention import flash_attention
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST = 576
-"""Numbers of a head."""
+"""Elements of a head."""
 MOST_KEYS = 1 << 30
 """Of a sequence. Kernels add to a key's number what a window shows beside it, in 32 bits."""
 _INT32 = (torch.int32,)

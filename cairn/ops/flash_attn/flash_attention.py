@@ -16,7 +16,7 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Make
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512
-"""Numbers of a head that the Triton kernels take: a tile of wider ones exceeds shared memory."""
+"""Elements of a head that the Triton kernels take: a tile of wider ones exceeds shared memory."""
 _SCORES = 1 << 24
 """Scores that the definition holds at a time."""
 

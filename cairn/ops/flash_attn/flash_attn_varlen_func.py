@@ -50,13 +50,13 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where sequences begin and end; None: q is [B, Sq,
             H, d], k and v are [B, Sk, Hk, ..]. The second is not read with page_table.
         max_seqlen_q: no sequence has more queries; None: unknown.
-        max_seqlen_k: no effect.
+        max_seqlen_k: ignored.
         seqused_q, seqused_k: [B] int32, how much of each sequence is there. Lines of q beyond are
             given 0 (and +inf in lse).
         page_table: [B, n] int32; lengths are then seqused_k.
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk,
-            softcap, return_softmax_lse, sinks, out: as in `flash_attn_with_kvcache`.
-        num_splits, pack_gqa, sm_margin, ver: no effect.
+        softcap, return_softmax_lse, sinks, out: as in `flash_attn_with_kvcache`.
+        num_splits, pack_gqa, sm_margin, ver: ignored.
         score_mod, aux_tensors: None.
     Returns:
         out like q with dv, or (out, lse [H, T] or [B, H, Sq] float32).

@@ -81,7 +81,7 @@ def flash_attn_with_kvcache(
         q_descale, k_descale, v_descale: [B, Hk] float32, what the numbers of q, k, v are worth.
         softmax_scale: None: (d + dv of qv) ** -0.5.
         rotary_interleaved: numbers 2j, 2j + 1 turn together; otherwise j, j + rd / 2.
-        scheduler_metadata, num_splits, pack_gqa, sm_margin, ver: no effect.
+        scheduler_metadata, num_splits, pack_gqa, sm_margin, ver: ignored.
         sinks: [H], e^sink joins the denominator, not the returned lse.
         score_mod, aux_tensors: None. out: written and returned.
     Returns:

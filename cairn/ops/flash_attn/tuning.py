@@ -9,7 +9,7 @@ from cairn.ops.tuning import Tuning
 
 @dataclass(slots=True)
 class FlashAttnTuning(Tuning):
-    """One field a constant."""
+    """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     programs: int = 264
     """Programs that fill a large device twice; fewer are split over their keys."""

@@ -1,4 +1,5 @@
-"""FlashMLA's functions: latent attention over pages, over chosen cells, and over chosen lines."""
+"""FlashMLA's functions: latent attention over a paged cache, over selected slots of it, and over
+selected rows of a contiguous KV tensor."""
 
 from cairn.ops.flash_mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from cairn.ops.flash_mla.flash_mla_with_kvcache import (

@@ -1,4 +1,4 @@
-"""Latent attention of a prompt over chosen lines of keys, as FlashMLA offers it."""
+"""Prefill latent attention over selected rows of keys, with FlashMLA's interface."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NAME = "flash_mla_sparse_fwd"
 def flash_mla_sparse_fwd(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int = 512
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax attention of every token over lines of kv of its own, which all of its heads share.
-    A line is the key, its first d_v numbers the value.
+    """Softmax attention of every token over its own selection of rows of kv, shared by all heads. A
+    row is the key; its first d_v elements are the value.
 
     Args:
         q: [Sq, H, D] bfloat16, float16 or float32.
         kv: [Sk, 1, D] of its dtype.
-        indices: [Sq, 1, topk] int32; what is not from 0 to Sk - 1 is passed over.
+        indices: [Sq, 1, topk] int32; indices outside of 0 to Sk - 1 are ignored.
         sm_scale: of the dot products.
-        d_v: numbers of a value.
+        d_v: elements of a value.
     Returns:
-        (out [Sq, H, d_v] of q's dtype, max_logits, lse [Sq, H] float32, both to base 2: of logits
-        times log2(e)); a token without a line has out = 0 and -inf in both.
+        (out [Sq, H, d_v] of q's dtype, max_logits, lse [Sq, H] float32, both in base 2, of logits
+        times log2(e)); a token without a valid index has out = 0 and -inf in both.
     Raises:
         BadArgument: for another shape, dtype, device or layout.
     """

@@ -1,4 +1,5 @@
-"""Latent attention over a paged cache, of all keys or of chosen cells, as FlashMLA offers it."""
+"""FlashMLA's interface for latent attention over a paged cache, of all keys or of selected
+slots."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ def flash_mla(
     causal: bool = False,
     indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`flash_mla_with_kvcache`, with caches in float8 that have scales of their own.
+    """`flash_mla_with_kvcache`, where a quantised cache holds its own scales.
 
     Args:
         q: [B, Sq, H, D] float32, bfloat16 or float16.
         k_cache: [pages, P, 1, D] of its dtype, or [pages, P, 1, bytes] uint8 (`mla_kv_store`).
-        block_table, cache_seqlens, head_dim_v, causal, indices: as there.
+        block_table, cache_seqlens, head_dim_v, causal, indices: as in `flash_mla_with_kvcache`.
         softmax_scale: of the dot products.
     Returns:
         (out [B, Sq, H, head_dim_v] of q's dtype, lse [B, H, Sq] float32).
     Raises:
-        BadArgument: as there.
+        BadArgument: as in `flash_mla_with_kvcache`.
     """
     batch, length = q.shape[:2]
     lines, cache = q.flatten(0, 1), k_cache.squeeze(2)
@@ -56,7 +57,8 @@ def flash_mla(
 
 
 def _rows(cache_seqlens: Tensor, length: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Of each query its row [B * Sq] int64 and how many keys it sees [B * Sq] int32."""
+    """The sequence of each query, [B * Sq] int64, and the number of keys that it sees, [B * Sq]
+    int32."""
     device = cache_seqlens.device
     row = torch.arange(len(cache_seqlens), device=device).repeat_interleave(length)
     end = cache_seqlens.int().repeat_interleave(length)
@@ -67,7 +69,7 @@ def _rows(cache_seqlens: Tensor, length: int, causal: bool) -> tuple[Tensor, Ten
 
 
 def _shaped(o: Tensor, lse: Tensor, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """As FlashMLA has it: an lse of no key is +inf."""
+    """Results in FlashMLA's shapes; the lse of a query without a key is +inf."""
     lse = lse.masked_fill(lse.isneginf(), torch.inf).unflatten(0, (batch, length))
     return o.unflatten(0, (batch, length)), lse.transpose(1, 2).contiguous()
 
@@ -138,29 +140,29 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention over cached lines that are the keys of all heads, their first head_dim_v
-    numbers the values (FlashMLA).
+    """Softmax attention over cached rows that are the keys of all heads; their first head_dim_v
+    elements are the values (FlashMLA).
 
     Args:
         q: [B, Sq, H, D] float32, bfloat16 or float16, or with descale_q float8_e4m3fn.
         k_cache: [pages, P, 1, D] of q's dtype; with is_fp8_kvcache and indices the records of
             `mla_kv_store`, [pages, P, 1, bytes] uint8; with is_fp8_kvcache and without indices
             [pages, P, 1, D] float8_e4m3fn.
-        block_table: [B, n] int32, pages of each sequence; not looked at with indices.
-        cache_seqlens: [B] int32 or int64, keys of each sequence; not looked at with indices.
-        head_dim_v: numbers of a value.
-        tile_scheduler_metadata, num_splits: of `get_mla_metadata`; no effect.
+        block_table: [B, n] int32, pages of each sequence; ignored with indices.
+        cache_seqlens: [B] int32 or int64, keys of each sequence; ignored with indices.
+        head_dim_v: elements of a value.
+        tile_scheduler_metadata, num_splits: results of `get_mla_metadata`; ignored.
         softmax_scale: of the dot products; None: D^-0.5.
         causal: query s sees n - (Sq - 1 - s) keys; not with indices.
         descale_q, descale_k: [1] float32, factors of q and of a float8 k_cache; None: 1.
         is_fp8_kvcache: the cache is in float8.
-        indices: [B, Sq, topk] int32, cells page * P + slot that each query sees; others are passed
-            over. None: all keys of the sequence.
+        indices: [B, Sq, topk] int32, the slots, page * P + offset, that each query reads; invalid
+            ones are ignored. None: all keys of the sequence.
     Returns:
         (out [B, Sq, H, head_dim_v] of q's dtype, or bfloat16 of a float8 q; lse [B, H, Sq] float32,
         natural logarithm); without a key out is 0 and lse +inf.
     Raises:
-        BadArgument: for another shape, dtype or device, or arguments that exclude each other.
+        BadArgument: for another shape, dtype or device, or arguments that cannot be combined.
     """
     expect(NAME, "q", q, 4, (*FLOATS, E4M3), dense=-1)
     expect(NAME, "k_cache", k_cache, (None, None, 1, None), (*FLOATS, BYTES, E4M3), q, 1)
@@ -170,7 +172,7 @@ def flash_mla_with_kvcache(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     factor: Tensor | None = None
     if q.dtype == E4M3 or k_cache.dtype == E4M3:
-        # Every number of e4m3 is one of bfloat16.
+        # Every e4m3 value is exact in bfloat16.
         kind = torch.bfloat16 if q.dtype == E4M3 else q.dtype
         for name, number in (("descale_q", descale_q), ("descale_k", descale_k)):
             if number is not None:
@@ -200,14 +202,14 @@ def flash_mla_with_kvcache_sm90(
     is_fp8_kvcache: bool = False,
     indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Another name of `flash_mla_with_kvcache`.
+    """Alias of `flash_mla_with_kvcache`.
 
     Args:
-        q, k_cache, block_table, cache_seqlens, head_dim_v: as there.
-        tile_scheduler_metadata, num_splits, softmax_scale, causal: as there.
-        descale_q, descale_k, is_fp8_kvcache, indices: as there.
+        q, k_cache, block_table, cache_seqlens, head_dim_v: as in `flash_mla_with_kvcache`.
+        tile_scheduler_metadata, num_splits, softmax_scale, causal: likewise.
+        descale_q, descale_k, is_fp8_kvcache, indices: likewise.
     Returns:
-        As there.
+        (out, lse), as from `flash_mla_with_kvcache`.
     Raises:
         BadArgument: as there.
     """

@@ -1,4 +1,4 @@
-"""A plan that FlashMLA makes beforehand; these kernels read lengths when they run."""
+"""FlashMLA's scheduling metadata. These kernels do not need it: they read lengths on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cairn.ops.checks import INDICES, check_least, expect
 
 NAME = "get_mla_metadata"
 NUMBERS = 8
-"""Of a part of FlashMLA's plan."""
+"""Integers per SM part in FlashMLA's metadata."""
 
 
 def get_mla_metadata(
@@ -21,12 +21,13 @@ def get_mla_metadata(
     topk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Tensors for `tile_scheduler_metadata` and `num_splits` of `flash_mla_with_kvcache`, which
-    ignores them. Nothing is computed from lengths: graphs that hold them replay with others.
+    ignores them. They do not depend on the lengths, so a CUDA graph that captured them can be
+    replayed with other lengths.
 
     Args:
         cache_seqlens: [B] int32 or int64.
-        num_q_tokens_per_head_k, num_heads_k: > 0; no effect.
-        num_heads_q, is_fp8_kvcache, topk: no effect.
+        num_q_tokens_per_head_k, num_heads_k: > 0; otherwise ignored.
+        num_heads_q, is_fp8_kvcache, topk: ignored.
     Returns:
         (int32 [1, 8], int32 [B + 1]: 0, 1, 2, ...).
     Raises:

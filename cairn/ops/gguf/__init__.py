@@ -1,4 +1,4 @@
-"""Products with weights in the blocks of GGUF, by sgl-kernel's names."""
+"""Matrix products with GGUF-quantised weights, under sgl-kernel's names."""
 
 from cairn.ops.gguf.ggml import (
     ggml_dequantize,

@@ -1,4 +1,5 @@
-"""What `cairn bench ops` times of this family: a case of each op; no model here runs one."""
+"""Benchmark points of this family's ops, for `cairn bench ops`: one test case of each op, because
+no supported model uses them."""
 
 from __future__ import annotations
 

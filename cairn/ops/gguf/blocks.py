@@ -1,8 +1,8 @@
-"""The numbers in blocks of GGUF (llama.cpp's formats), in PyTorch.
+"""Dequantisation of GGUF blocks (llama.cpp's formats) in PyTorch.
 
-A row is blocks of 32 or 256 numbers, each with its scales. Formulas have the order of operations of
-the `gguf` package, so that float32 results are the same. In IQ1, IQ2 and IQ3 codes are indices of
-grid points, groups of 4 or 8 numbers; the grids come from that package.
+A row is blocks of 32 or 256 elements, each with its scales. Operations are in the order of the
+`gguf` package, so that float32 results are equal. In IQ1, IQ2 and IQ3 a code is the index of a grid
+point, a group of 4 or 8 values; the grids come from that package.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 1
 
 class Kind(NamedTuple):
     """A format: its name, the numbers and bytes of a block, and the function from blocks [n, bytes]
-    to their values [n, numbers] float32."""
+    to their values [n, elements] float32."""
 
     name: str
-    numbers: int
+    elements: int
     bytes: int
     values: Callable[[Tensor], Tensor]
 
 
 def dequantised(weight: Tensor, kind: Kind) -> Tensor:
-    """float32 [.., K] of rows of blocks [.., K / numbers * bytes] uint8."""
+    """Values [.., K] float32 of rows of blocks [.., K / elements * bytes] uint8."""
     blocks = weight.reshape(-1, kind.bytes)
-    width = weight.shape[-1] // kind.bytes * kind.numbers
+    width = weight.shape[-1] // kind.bytes * kind.elements
     return kind.values(blocks).reshape(*weight.shape[:-1], width)
 
 
@@ -59,13 +59,13 @@ def _i(b: Tensor, count: int = 256) -> Tensor:
 
 
 def _halves(b: Tensor, at: int) -> Tensor:
-    """[n, 32] nibbles of 16 bytes: all low ones, then all high ones."""
+    """[n, 32] nibbles of 16 bytes: all low nibbles, then all high nibbles."""
     q = b[:, at : at + 16].int()
     return torch.cat((q & 15, q >> 4), dim=1)
 
 
 def _nibbles(b: Tensor, at: int, count: int) -> Tensor:
-    """[n, count] nibbles of bytes in order, the low one of each first."""
+    """[n, count] nibbles of bytes in order, the low nibble of each byte first."""
     q = b[:, at : at + count // 2].int()
     return torch.stack((q & 15, q >> 4), dim=-1).flatten(1)
 
@@ -96,8 +96,8 @@ def _q8_0(b: Tensor) -> Tensor:
 
 
 def _twos(b: Tensor, at: int) -> Tensor:
-    """[n, 256] codes of 2 bits, 128 in 32 bytes: bits 0 and 1 of all, then bits 2 and 3, and so
-    on."""
+    """[n, 256] codes of 2 bits, 128 in 32 bytes: bits 0 and 1 of all bytes, then bits 2 and 3, and
+    so on."""
     i = _i(b)
     return b[:, at + 32 * (i // 128) + i % 32].int() >> 2 * (i % 128 // 32) & 3
 
@@ -168,14 +168,14 @@ def _grid(name: str) -> Any:
 
 
 def _points(name: str, index: Tensor) -> Tensor:
-    """[n, count * 4 or 8] float32: the numbers of the grid points at `index` [n, count]."""
+    """[n, count * 4 or 8] float32: the values of the grid points at `index` [n, count]."""
     grid = torch.from_numpy(_grid(name)).to(index.device)
     return grid[index.long()].flatten(1)
 
 
 def _signs(code: Tensor) -> Tensor:
-    """[n, 8 * count] of +1 and -1 from codes of 7 bits; the eighth sign makes the number of minus
-    signs even."""
+    """[n, 8 * count] of +1 and -1 from codes of 7 bits; the eighth sign is such that the number of
+    minus signs is even."""
     bit = code.unsqueeze(-1) >> _i(code, 8) & 1
     bit[..., 7] = bit[..., :7].sum(-1) & 1
     return (1 - 2 * bit).flatten(1)
@@ -259,7 +259,7 @@ def _iq1_m(b: Tensor) -> Tensor:
     w = _u16(b, 48, 4)
     parts = (w >> 12) << 4 * _i(b, 4)
     bits = parts.sum(1, keepdim=True).to(torch.int32)
-    # As a signed number of 16 bits.
+    # As a signed 16-bit integer.
     half = torch.where(bits >= 1 << 15, bits - (1 << 16), bits).to(torch.int16)
     d = half.view(torch.float16).float()
     code = _nibbles(b, 32, 32)
@@ -291,4 +291,4 @@ KINDS = {
     23: Kind("IQ4_XS", 256, 136, _iq4_xs),
     29: Kind("IQ1_M", 256, 56, _iq1_m),
 }
-"""GGUF's number of a format -> the format."""
+"""GGUF's type id -> the format."""

@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from cairn.ops.gguf.ggml import (
 from cairn.ops.testing import Cases, Make
 
 PLAIN = (2, 8, 12, 14)
-"""Formats without a grid."""
+"""Type ids of formats without a grid."""
 SCALES = {2: (0,), 8: (0,), 12: (0, 2), 14: (208,)}
-"""Where their blocks have numbers of 16 bits."""
+"""Byte offsets of the float16 scales in their blocks."""
 
 
 def _weight(make: Make, kind: int, *shape: int) -> Tensor:
-    """Random blocks [.., bytes of the last axis's numbers] whose scales are small and finite."""
+    """Random blocks [.., bytes of a row] whose scales are small and finite."""
     *rows, width = shape
-    numbers, size = KINDS[kind].numbers, KINDS[kind].bytes
+    numbers, size = KINDS[kind].elements, KINDS[kind].bytes
     blocks = make.randint(0, 256, *rows, width // numbers, size, dtype=torch.uint8)
     for at in SCALES[kind]:
         blocks[..., at + 1] = blocks[..., at + 1] & 0x83 | 0x14

@@ -1,4 +1,4 @@
-"""Dequantisation of GGUF's blocks, and products with them, in which activations stay unrounded."""
+"""Dequantisation of GGUF blocks, and products with them in which activations are not quantised."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cairn.ops.registry import Op, op
 
 BYTES = (torch.uint8,)
 MOE_BLOCK = 8
-"""Places of a block of `ggml_moe_a8`."""
+"""Rows per block of `ggml_moe_a8`."""
 WITH_PRODUCT = range(2, 15)
-"""Formats of `ggml_moe_a8`."""
+"""Type ids that `ggml_moe_a8` supports."""
 
 
 def ggml_moe_get_block_size(type: int) -> int:
-    """Places of a block that `ggml_moe_a8` takes of a format: 8 for 2 to 14, else 0."""
+    """Rows per block of `ggml_moe_a8` for a format: 8 for type ids 2 to 14, else 0."""
     return MOE_BLOCK if type in WITH_PRODUCT else 0
 
 
@@ -27,21 +27,21 @@ def ggml_moe_get_block_size(type: int) -> int:
 def ggml_dequantize(
     weight: Tensor, quant_type: int, M: int, N: int, dtype: torch.dtype = torch.float16
 ) -> Tensor:
-    """The numbers of a weight, in float32, rounded once.
+    """The dequantised weight, computed in float32, rounded once.
 
     Args:
-        weight: [M, bytes of a row] uint8, or any other shape of as many bytes.
-        quant_type: GGUF's number of the format.
-        M, N: rows, and numbers of a row.
+        weight: [M, bytes of a row] uint8, or any other shape with as many bytes.
+        quant_type: GGUF's type id of the format.
+        M, N: rows, and elements of a row.
         dtype: float32, bfloat16 or float16.
     Returns:
         [M, N].
     Raises:
         BadArgument: for another shape, dtype or format.
-        BadConfig: a format of a grid without the package gguf.
+        BadConfig: the format needs a grid and the package gguf is not installed.
     """
     kind = KINDS[quant_type]
-    rows = weight.reshape(M, N // kind.numbers * kind.bytes)
+    rows = weight.reshape(M, N // kind.elements * kind.bytes)
     return dequantised(rows, kind).to(dtype)
 
 
@@ -52,7 +52,7 @@ def ggml_mul_mat_vec_a8(weight: Tensor, x: Tensor, quant_type: int, row: int) ->
     Args:
         weight: [row, bytes of a row] uint8.
         x: [B, K] float32, bfloat16 or float16.
-        quant_type: GGUF's number of the format.
+        quant_type: GGUF's type id of the format.
         row: rows of the weight.
     Returns:
         [B, row] of x's dtype.
@@ -65,10 +65,10 @@ def ggml_mul_mat_vec_a8(weight: Tensor, x: Tensor, quant_type: int, row: int) ->
 
 @op
 def ggml_mul_mat_a8(weight: Tensor, x: Tensor, quant_type: int, row: int) -> Tensor:
-    """The same as `ggml_mul_mat_vec_a8`; sgl-kernel uses that one for few rows.
+    """The same as `ggml_mul_mat_vec_a8`, which sgl-kernel uses for few rows.
 
     Args:
-        weight, x, quant_type, row: as there.
+        weight, x, quant_type, row: as in `ggml_mul_mat_vec_a8`.
     Raises:
         BadArgument: for another shape, dtype, device or format.
     """
@@ -87,17 +87,17 @@ def ggml_moe_a8(
     topk: int,
     tokens: int,
 ) -> Tensor:
-    """For each place f input[f // topk] @ w_e.T of its expert e, in float32, rounded once; 0 for
-    places without one.
+    """For each (token, expert) pair f: input[f // topk] @ w_e.T with its expert e, in float32,
+    rounded once; 0 for pairs without an expert.
 
     Args:
         input: [T, K] float32, bfloat16 or float16.
         weight: [E, row, bytes of a row] uint8.
-        sorted_token_ids, expert_ids, num_token_post_padded: what `moe_align_block_size` gives for
-            blocks of `ggml_moe_get_block_size` places.
-        type: GGUF's number of the format, 2 to 14.
+        sorted_token_ids, expert_ids, num_token_post_padded: results of `moe_align_block_size` for
+            blocks of `ggml_moe_get_block_size` rows.
+        type: GGUF's type id of the format, 2 to 14.
         row: rows of a matrix.
-        topk: experts of a token.
+        topk: experts per token.
         tokens: T.
     Returns:
         [T * topk, row] of input's dtype.
@@ -114,13 +114,13 @@ def ggml_moe_a8(
 def ggml_moe_a8_vec(
     input: Tensor, weight: Tensor, topk_ids: Tensor, top_k: int, type: int, row: int, tokens: int
 ) -> Tensor:
-    """`ggml_moe_a8` of places by their experts, of any format.
+    """`ggml_moe_a8` for (token, expert) pairs given by topk_ids, in any format.
 
     Args:
-        input, weight, row, tokens: as there.
+        input, weight, row, tokens: as in `ggml_moe_a8`.
         topk_ids: [T, top_k] int32 or int64; -1: no expert.
-        top_k: experts of a token.
-        type: GGUF's number of the format.
+        top_k: experts per token.
+        type: GGUF's type id of the format.
     Returns:
         [T * top_k, row] of input's dtype.
     Raises:
@@ -152,10 +152,10 @@ def _expect_rows(name: str, row: int, own: int) -> None:
 
 def _row_bytes(name: str, argument: str, number: int, width: int) -> int:
     kind = KINDS[number]
-    if width < 1 or width % kind.numbers:
-        told = f"has rows of {width} numbers, not whole blocks of {kind.numbers} of {kind.name}"
+    if width < 1 or width % kind.elements:
+        told = f"has rows of {width} numbers, not whole blocks of {kind.elements} of {kind.name}"
         refuse(name, argument, told)
-    return width // kind.numbers * kind.bytes
+    return width // kind.elements * kind.bytes
 
 
 @ggml_dequantize.check

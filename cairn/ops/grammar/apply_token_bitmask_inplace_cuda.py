@@ -57,8 +57,7 @@ def apply_token_bitmask_inplace_cuda(
         indices: the rows (of both) that are masked, none twice: numbers, or [n] int32 or int64 on
             any device; None: all.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit; on the CPU for an index of no
-            row.
+        BadArgument: for another shape, dtype or device; on the CPU for an index of no row.
     """
     expect(NAME, "logits", logits)
     if indices is not None and not isinstance(indices, Tensor):

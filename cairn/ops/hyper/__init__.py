@@ -1,4 +1,4 @@
-"""Hyper-connections: several residual streams, mixed in front of and behind every block."""
+"""Hyper-connections: several residual streams, mixed before and after every block."""
 
 from cairn.ops.hyper.mhc_head import mhc_head
 from cairn.ops.hyper.mhc_post import mhc_post

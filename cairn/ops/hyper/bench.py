@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family's ops, for `cairn bench ops`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cairn.ops.hyper.mhc_pre import mhc_pre
 COUNT = 4
 """Streams of DeepSeek-V4-Flash."""
 SIZES = {"full": (4096, (1, 64, 4096)), "tiny": (32, (1, 5))}
-"""Width, and tokens: what is timed."""
+"""Hidden size, and token counts."""
 F32 = torch.float32
 
 

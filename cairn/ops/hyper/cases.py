@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cairn.ops.hyper.mhc_pre import mhc_pre
 from cairn.ops.testing import Cases, Make
 
 SIZES = ((5, 4, 24), (3, 2, 100), (1, 3, 7), (0, 4, 8))
-"""Tokens, streams, width."""
+"""Tokens, streams, hidden size."""
 
 
 @mhc_pre.cases

@@ -13,12 +13,12 @@ def products_kernel(
     ROWS: tl.constexpr, NP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     SPAN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """part [splits, tokens, NP] = products of BT tokens with the ROWS rows of fn, and behind them
-    their sums of squares, over one of the splits: SPAN numbers of a token.
+    """part [splits, tokens, NP] = products of BT tokens with the ROWS rows of fn, and in the next
+    column the tokens' sums of squares, over one split of SPAN elements.
 
     Args:
-        width: numbers of a token, which lie side by side.
-        stride: from token to token.
+        width: elements of a token, contiguous.
+        stride: elements from token to token.
     """
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     split = tl.program_id(1)
@@ -46,7 +46,7 @@ def products_kernel(
 
 @triton.jit
 def picked(y, column, wanted):
-    """Those of y [NP] whose column is wanted [N]; 0 where there is none."""
+    """y [NP] gathered at the columns wanted [N]; 0 where there is no such column."""
     return tl.sum(tl.where(column[None, :] == wanted[:, None], y[None, :], 0.0), 1)
 
 
@@ -74,14 +74,14 @@ def gather_kernel(
     COUNT: tl.constexpr, CP: tl.constexpr, ROWS: tl.constexpr, NP: tl.constexpr,
     SP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """A token's sum of COUNT streams [hidden], BLOCK numbers of it, and by the first program of a
-    token also post and mix (None: only the sum); see `mhc_pre` and `mhc_head`.
+    """BLOCK elements of a token's weighted sum of COUNT streams; the first program of a token also
+    writes post and mix (None: only the sum is wanted). See `mhc_pre` and `mhc_head`.
 
     Args:
         part: from `products_kernel`, [splits, tokens, NP], sums of squares in column ROWS.
-        stride: of streams, from token to token.
+        stride: elements of `streams` from token to token.
         CP, SP: COUNT and splits, padded.
-        PARTS: programs of a token.
+        PARTS: programs per token.
     """
     token, piece = row_and_part(PARTS)
     column, number, split = tl.arange(0, NP), tl.arange(0, CP), tl.arange(0, SP)
@@ -123,8 +123,8 @@ def post_kernel(
     COUNT: tl.constexpr, CP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK numbers of a token's COUNT streams, changed in place; see `mhc_post`. CP: COUNT,
-    padded. PARTS: programs of a token. PDL: as in `await_previous`."""
+    """Update BLOCK elements of each of a token's COUNT streams in place; see `mhc_post`. CP: COUNT,
+    padded. PARTS: programs per token. PDL: as in `await_previous`."""
     await_previous(PDL)
     token, piece = row_and_part(PARTS)
     number = tl.arange(0, CP)

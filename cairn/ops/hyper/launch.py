@@ -1,4 +1,4 @@
-"""How the kernels of hyper-connections are launched."""
+"""Launches of the hyper-connection kernels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from cairn.ops.hyper.kernels import gather_kernel, post_kernel, products_kernel
 from cairn.ops.pdl import pdl_option, uses_pdl
 
 TOKENS, COLUMNS, BLOCK = 16, 64, 1024
-"""Tokens of a program of products and numbers that it reads at once; numbers of one that sums."""
+"""Tokens, and elements per iteration, of a program of `products_kernel`; elements per program of
+the other kernels."""
 PROGRAMS, SPLITS = 256, 32
-"""Programs of products, at least, if their splits are no more than these."""
+"""Wanted number of programs of `products_kernel`, and most splits to reach it."""
 WARPS = 4
 
 
 def fits(streams: Tensor, *others: Tensor) -> bool:
-    """Streams [T, n, h] of a token side by side, and what else is read."""
+    """Whether the streams [T, n, h] of a token, and the other tensors, are contiguous."""
     near = streams.stride(2) == 1 and streams.stride(1) == streams.shape[2]
     return near and all(x.is_contiguous() for x in others)
 
@@ -30,8 +31,8 @@ def gather(
     eps: tuple[float, float],
     iterations: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What `mhc_pre` gives, or with no iterations what `mhc_head` does; eps: of the norm, and the
-    other one."""
+    """The results of `mhc_pre`, or with iterations = 0 of `mhc_head`; eps: (norm_eps, eps) of these
+    ops."""
     tokens, count, hidden = streams.shape
     device, rows, width = streams.device, fn.shape[0], count * hidden
     x = gpu.empty((tokens, hidden), streams.dtype, device)
@@ -92,7 +93,7 @@ def gather(
 
 
 def enter(streams: Tensor, delta: Tensor, post: Tensor, mix: Tensor) -> None:
-    """What `mhc_post` does."""
+    """`mhc_post`."""
     tokens, count, hidden = streams.shape
     if not tokens:
         return

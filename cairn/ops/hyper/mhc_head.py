@@ -1,4 +1,4 @@
-"""One vector of a token's residual streams at the end of a model (hyper-connections)."""
+"""Reduction of a token's residual streams to one vector, at a model's end (hyper-connections)."""
 
 from __future__ import annotations
 

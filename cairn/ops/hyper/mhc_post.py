@@ -1,4 +1,4 @@
-"""The output of a block enters residual streams (manifold-constrained hyper-connections)."""
+"""Update of the residual streams with a block's output (manifold-constrained hyper-connections)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The input of a block from residual streams (manifold-constrained hyper-connections)."""
+"""A block's input from the residual streams (manifold-constrained hyper-connections)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NAME = "mhc_pre"
 
 
 def mixed(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
-    """fn [N, n * h] float32 times the streams [T, n, h] of a token, normed together: [T, N]."""
+    """fn [N, n * h] float32 times the concatenated streams [T, n, h] of a token, which are normed
+    as one vector: [T, N]."""
     x = streams.flatten(1).float()
     return torch.nn.functional.linear(x, fn) * torch.rsqrt(
         x.square().mean(dim=-1, keepdim=True) + norm_eps
@@ -40,12 +41,14 @@ def mhc_pre(
     eps: float,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block reads of n residual streams, and how its output enters them; in float32.
+    """A block's input from n residual streams, and the coefficients with which its output updates
+    them; in float32.
 
-    y = fn u, u the streams side by side, divided by their root mean square. With s = scale and
-    b = base: pre = sigmoid(s_0 y + b) + eps of the first n numbers, post = 2 sigmoid(s_1 y + b) of
-    the next n, and of the last n * n, row by row, mix = softmax(s_2 y + b) + eps, its columns
-    divided by their sums + eps; after that `iterations` - 1 times its rows, then its columns.
+    y = fn u, where u is the concatenation of the streams, divided by its root mean square. With s =
+    scale and b = base: pre = sigmoid(s_0 y + b) + eps of the first n numbers, post = 2 sigmoid(s_1
+    y + b) of the next n, and of the last n * n, row by row, mix = softmax(s_2 y + b) + eps, its
+    columns divided by their sums + eps; after that `iterations` - 1 times its rows, then its
+    columns.
 
     Args:
         streams: [T, n, h] float32, bfloat16 or float16.
@@ -75,7 +78,7 @@ def mhc_pre(
 
 
 def check_streams(op: str, streams: Tensor, fn: Tensor, base: Tensor, rows: int) -> None:
-    """Raise BadArgument unless streams are [T, n, h], and fn and base have so many rows."""
+    """Raise BadArgument unless streams are [T, n, h], and fn and base have `rows` rows."""
     _, count, hidden = streams.shape
     expect(op, "fn", fn, (rows, count * hidden), FLOAT32, streams)
     expect(op, "base", base, (rows,), FLOAT32, streams)

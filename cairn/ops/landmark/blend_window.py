@@ -13,7 +13,7 @@ from cairn.ops.landmark.kernels.summary import blend_window_kernel
 from cairn.ops.registry import op
 
 AT_ONCE, WARPS = 512, 4
-"""Numbers and warps of a program."""
+"""Elements and warps per program."""
 
 
 @op
@@ -76,5 +76,7 @@ def _(call: Call) -> Tensor:
 def _(call: Call) -> Tensor:
     out = call.o_pages.new_empty(call.o_pages.shape, dtype=call.dtype)
     lines = (x.flatten(0, 1) for x in (call.o_pages, call.o_window))
-    loops.blend_window(*map(cpu.numbers, (*lines, call.window_weight.flatten(), out.flatten(0, 1))))
+    loops.blend_window(
+        *map(cpu.as_array, (*lines, call.window_weight.flatten(), out.flatten(0, 1)))
+    )
     return out

@@ -242,15 +242,15 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
     loops.attend_tokens(
         *map(
-            cpu.numbers, (call.q.contiguous(), call.lmk_q.contiguous(), call.k_cache, call.v_cache)
+            cpu.as_array, (call.q.contiguous(), call.lmk_q.contiguous(), call.k_cache, call.v_cache)
         ),
         cpu.line(call.summary_key),
         (*call.summary_key.stride()[:2], heads // call.summary_key.shape[1]),
-        cpu.numbers_or_none(call.summary_bias, torch.float32, 2),
-        *map(cpu.numbers, (call.row, call.slot, call.page_table.contiguous())),
+        cpu.array_or_empty(call.summary_bias, torch.float32, 2),
+        *map(cpu.as_array, (call.row, call.slot, call.page_table.contiguous())),
         (call.window, call.topk, bool(call.softmax1), task.normalised),
         (np.float32(dim**-0.5 if call.scale is None else call.scale), np.float32(task.scale)),
-        *map(cpu.numbers, results),
+        *map(cpu.as_array, results),
     )
     return results
 

@@ -129,15 +129,15 @@ def _(call: Call) -> Tensor:
     """Every page with the tokens of a block that select it."""
     out = call.q.new_empty(call.q.shape, dtype=torch.float32)
     tile_loops.attend_pages(
-        cpu.numbers(call.q.contiguous().view(torch.float32)),
+        cpu.as_array(call.q.contiguous().view(torch.float32)),
         *map(
-            cpu.numbers,
+            cpu.as_array,
             (call.k_cache, call.v_cache, call.row, call.page_table, call.indices, call.weights),
         ),
         np.float32(call.q.shape[2] ** -0.5 if call.scale is None else call.scale),
         _block(call.q, call.k_cache.shape[1]),
         amx.shapes(),
-        cpu.numbers(out),
+        cpu.as_array(out),
     )
     return out
 

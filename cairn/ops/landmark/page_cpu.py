@@ -192,7 +192,7 @@ def _run_tiles(
     factor = np.float32(dim**-0.5 if scale is None else scale)
     wanted = q.new_empty((count, places * group, dim), dtype=torch.float32)
     by_token = q.reshape(q.shape[0] * heads, -1)
-    loops.take_queries(*map(cpu.numbers, (by_token, asked)), factor, _lines(wanted, group))
+    loops.take_queries(*map(cpu.as_array, (by_token, asked)), factor, _lines(wanted, group))
     k, v = (
         cache.view(-1, size * dim).index_select(0, line).view(count, size, dim)
         for cache in (k_cache, v_cache)
@@ -200,14 +200,14 @@ def _run_tiles(
     scores = torch.bmm(wanted, k.float().transpose(1, 2))
     shares = v.new_empty(scores.shape)
     given = (scores.view(-1, size), weight, position, shares.view(-1, size))
-    loops.weigh(*map(cpu.numbers, given))
+    loops.weigh(*map(cpu.as_array, given))
     v[:, -1] = 0
     o = torch.bmm(shares, v)
     target = torch.where(place < filled.unsqueeze(1), asked.view(count, places), -1)
     parts = torch.get_num_threads()
-    loops.add_lines(_lines(o, group), *map(cpu.numbers, (target.view(-1), out)), parts)
+    loops.add_lines(_lines(o, group), *map(cpu.as_array, (target.view(-1), out)), parts)
 
 
 def _lines(rows: Tensor, group: int) -> NDArray[Any]:
     """Rows [n, m G, d] as lines [n m, G d] for loops."""
-    return cpu.numbers(rows.view(-1, group * rows.shape[-1]))
+    return cpu.as_array(rows.view(-1, group * rows.shape[-1]))

@@ -109,7 +109,7 @@ class Pages:
         """Memory on the device, not written."""
         return gpu.empty(shape, dtype, self.q.device)
 
-    def numbers(self, *lengths: int) -> tuple[Tensor, ...]:
+    def empty_int32(self, *lengths: int) -> tuple[Tensor, ...]:
         """So many int32 each, not written, all of them at round addresses."""
         padded = [-(-length // 4) * 4 for length in lengths]
         parts: tuple[Tensor, ...] = self.empty(sum(padded), dtype=torch.int32).split(padded)
@@ -172,8 +172,8 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     pairs, lines = job.indices.numel(), kv_heads * pages
     parts = job.empty(pairs, heads // kv_heads, dim, dtype=job.q.dtype)
     most = pairs // job.unit_pairs + min(pairs, lines)
-    numbers = job.numbers(*[pairs] * 4, *[lines] * 3, *[most] * 3)
-    line_of, rank, places, token_at, sizes, starts, units, unit_line, unit_first, unit_of = numbers
+    buffers = job.empty_int32(*[pairs] * 4, *[lines] * 3, *[most] * 3)
+    line_of, rank, places, token_at, sizes, starts, units, unit_line, unit_first, unit_of = buffers
     if pairs == 0:
         return parts, places
     counts = gpu.zeros((lines * TUNING.page_apart + 2,), torch.int32, job.q.device)

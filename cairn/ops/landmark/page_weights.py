@@ -81,9 +81,9 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
 def _(call: Call) -> tuple[Tensor, Tensor]:
     weights, window_weight = torch.empty_like(call.scores), torch.empty_like(call.lse)
     loops.page_weights(
-        *map(cpu.numbers, (call.scores.flatten(0, 1), call.lse.flatten())),
+        *map(cpu.as_array, (call.scores.flatten(0, 1), call.lse.flatten())),
         bool(call.softmax1),
-        *map(cpu.numbers, (weights.flatten(0, 1), window_weight.flatten())),
+        *map(cpu.as_array, (weights.flatten(0, 1), window_weight.flatten())),
     )
     return weights, window_weight
 

@@ -14,7 +14,7 @@ from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.registry import op
 
 A_WARP = 4096
-"""Numbers of a page's keys that one warp holds."""
+"""Elements of a page's keys that one warp holds."""
 
 
 @op

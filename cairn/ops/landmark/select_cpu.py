@@ -91,12 +91,12 @@ class Scorer:
             shape = (len(tokens), task.score_heads, tokens.shape[1], self._columns)
             u = self._keys.new_empty(shape, dtype=torch.float32)
             tile_loops.score_pages(
-                cpu.numbers(self._lmk_q.contiguous().view(torch.float32)),
-                *map(cpu.numbers, (tokens.contiguous(), self._keys)),
-                cpu.numbers_or_none(None if bias is None else bias.contiguous(), u.dtype, 3),
+                cpu.as_array(self._lmk_q.contiguous().view(torch.float32)),
+                *map(cpu.as_array, (tokens.contiguous(), self._keys)),
+                cpu.array_or_empty(None if bias is None else bias.contiguous(), u.dtype, 3),
                 np.float32(task.scale),
                 amx.shapes(),
-                cpu.numbers(u),
+                cpu.as_array(u),
             )
             return u
         queries = task.queries(self._lmk_q[tokens])

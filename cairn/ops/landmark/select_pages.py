@@ -138,7 +138,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
             u = score(safe[at])
             given = (u, call.lse, limits[at].contiguous(), tokens[at].contiguous())
             loops.choose_pages(
-                *map(cpu.numbers, given), task.normalised, *map(cpu.numbers, (indices, scores))
+                *map(cpu.as_array, given), task.normalised, *map(cpu.as_array, (indices, scores))
             )
     return indices, scores
 

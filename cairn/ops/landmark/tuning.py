@@ -9,7 +9,7 @@ from cairn.ops.tuning import Tuning
 
 @dataclass(slots=True)
 class LandmarkTuning(Tuning):
-    """One field a constant."""
+    """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     fused_early_tokens: int = 64
     """Most tokens of a step whose kernels are launched with PDL: with more, waiting programs would
@@ -33,7 +33,7 @@ class LandmarkTuning(Tuning):
     the op by itself is faster with one warp at every size."""
     fused_lone_numbers: int = 1024
     fused_lone_warps: int = 4
-    """Numbers of a page's keys for each warp that reads it for a single token, and the most warps;
+    """Elements of a page's keys for each warp that reads it for a single token, and the most warps;
     chosen likewise."""
     fused_most_listed: int = 384
     fused_most_chunk: int = 2048
@@ -55,7 +55,7 @@ class LandmarkTuning(Tuning):
     fused_warp_numbers: int = 1024
     """Scores that a warp of a choosing program holds."""
     fused_tile_numbers: int = 4096
-    """Numbers of the summaries that a program scores at once; as many more are on their way."""
+    """Elements of the summaries that a program scores at once; as many more are on their way."""
     page_sharing_tokens: int = 256
     """From this many tokens on they are likely to share pages, and their pages are sorted."""
     page_split_programs: int = 512
@@ -69,7 +69,7 @@ class LandmarkTuning(Tuning):
     """Rows of a tile of them, tokens times the heads of a group."""
     page_merged: int = 8192
     page_most_ahead: int = 16
-    """Numbers of the parts of a line that its last program adds up at a time, and parts: each is a
+    """Elements of the parts of a line that its last program adds up at a time, and parts: each is a
     load of its own in the kernel's code."""
     page_parts_bytes: int = 1 << 30
     """Workspace of one round of sorted pairs, about."""
@@ -87,7 +87,7 @@ class LandmarkTuning(Tuning):
     select_many_pages: int = 512
     """Beyond them many tokens' scores are computed in wider tiles, those of wide heads always."""
     select_tile_numbers: int = 8192
-    """Numbers of the summaries that a program scores at once."""
+    """Elements of the summaries that a program scores at once."""
     select_tokens: int = 128
     select_tile: int = 128
     select_stages: int = 4

@@ -1,1 +1,2 @@
-"""Calls of ops whose launches are made again without the work in front of them."""
+"""Launch cache: recorded kernel launches of op calls, replayed without repeating the host work
+before them."""

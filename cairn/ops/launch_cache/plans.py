@@ -1,9 +1,9 @@
-"""Which calls are recorded and replayed; recording.py says how, and why that is exact.
+"""Decides which calls are recorded and replayed; recording.py explains how, and why that is exact.
 
-Recording a call costs the host two to three times a plain call, replaying it a fifth to a half. So
-signatures that never come again should not be recorded (what a step does once, with another number
-of tokens in each prefill). Of calls that cannot be replayed, such as products by a library, not all
-arguments should be inspected each time.
+Recording a call takes the host two to three times as long as a plain call, replaying it a fifth to
+a half. So signatures that do not recur should not be recorded, such as calls made once per step
+whose number of tokens differs in every prefill. And the arguments of calls that cannot be replayed,
+such as matrix products by a library, should not all be inspected on each call.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from cairn.ops import gpu
 from cairn.ops.launch_cache.recording import PLAIN_TENSORS, Plan, Recording, call_of
 
 MOST_PLANS = 64
-"""Signatures that an op remembers. All layers of a step have the same signature; steps differ in
-their number of tokens."""
+"""Most signatures kept per op. All layers of a step have the same signature; steps differ in their
+number of tokens."""
 _is_compiling = torch.compiler.is_compiling
 _active_modes = torch._C._len_torch_dispatch_stack
 
 
 class Plans:
-    """The plans of an op, by their signatures."""
+    """The recorded plans of an op, by signature."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
-        # Shapes of calls that could not be recorded; calls of these shapes are not tried again.
+        # Shapes of calls that could not be recorded; calls with these shapes are not tried again.
         self._unrecordable: set[tuple[Any, ...]] = set()
         # Signatures seen once, and whether the last plan was ever replayed: where every call has a
         # new number of tokens, recording does not pay.
@@ -37,7 +37,8 @@ class Plans:
         self._useful = True
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose calls are replayed if their first argument is a tensor on CUDA."""
+        """Wrap a function so that calls whose first argument is a CUDA tensor are replayed where
+        possible."""
 
         def plainly(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return function(*args, **kwargs)
@@ -95,8 +96,8 @@ class Plans:
         return result
 
     def _worth_it(self, signature: tuple[Any, ...]) -> bool:
-        """Whether to record a new signature: the last plan was replayed, or this one comes
-        again."""
+        """Whether to record a new signature: the last plan was replayed, or this signature was seen
+        before."""
         if self._useful or signature in self._seen:
             return True
         if len(self._seen) >= MOST_PLANS:
@@ -115,5 +116,5 @@ def _shapes(args: Sequence[Any]) -> tuple[Any, ...]:
 
 def is_traced(first: Any) -> bool:
     """Whether a call goes through the dispatcher: under torch.compile or a dispatch mode, or if its
-    first argument is no plain tensor."""
+    first argument is not a plain tensor."""
     return type(first) not in PLAIN_TENSORS or _is_compiling() or _active_modes() > 0

@@ -1,23 +1,24 @@
-"""Recordings of an op's launches, which are repeated with other addresses.
+"""Records an op's kernel launches and replays them with new tensor addresses.
 
 A layer of an eager step launches a dozen kernels, and the next layer launches the same ones: same
 shapes, strides and numbers, other addresses. Preparing them again (checks, choice of the
 implementation, arithmetic on shapes, Triton's inspection of every argument) takes the host longer
 than the device computes. So a call of an implementation with `replayed=True` (registry.py) is
-recorded: which memory it took from `gpu` and `grid_barrier`, which kernels it launched, and which
-tensor each pointer belongs to. Later calls with the same signature launch the compiled kernels
-again (`gpu.relaunch`) with new addresses. plans.py decides which calls are recorded.
+recorded: the allocations it made through `gpu` and `grid_barrier`, the kernels it launched, and the
+tensor that each pointer argument belongs to. Later calls with the same signature launch the
+compiled kernels again (`gpu.relaunch`) with new addresses. plans.py decides which calls are
+recorded.
 
-Why results are the same: the signature holds everything that such an implementation looks at. That
-is every tensor's shape, strides, dtype, device and alignment to 16 bytes, which tensors start at
-the same address, and the type and value of every other argument. An implementation with
-`replayed=True` does nothing on the device but take memory and launch kernels, and never reads a
-number of a tensor on the host. A signature is never replayed if one of its pointers belongs neither
-to an argument nor to memory from `gpu`, or if the call runs an op whose implementation is not
-replayed. Streams, graph capture and PDL work as in a plain call. While launch hooks are set, as by
-profilers, or another device is current, all calls are plain. A plan holds no memory: it allocates
-each large piece before the first kernel that needs it and frees it after the last, in the sizes of
-a plain call. Small pieces share one allocation a call.
+Results are the same because the signature holds everything that such an implementation depends on:
+every tensor's shape, strides, dtype, device and alignment to 16 bytes, which tensors start at the
+same address, and the type and value of every other argument. An implementation with `replayed=True`
+only allocates memory and launches kernels, and never reads tensor values on the host. A signature
+is never replayed if one of its pointers belongs neither to an argument nor to memory from `gpu`, or
+if the call runs an op whose implementation is not replayed. Streams, graph capture and PDL work as
+in a plain call. While launch hooks are set, as by profilers, or another device is current, all
+calls are plain. A plan owns no memory: it makes each large allocation before the first kernel that
+uses it and frees it after the last, with the sizes of a plain call. Small ones share one allocation
+per call.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cairn.ops import gpu
 
 SHARED_BYTES = 1 << 20
-"""Temporary memory of a call is one allocation up to so many bytes: an allocation takes the host
-nearly as long as a launch."""
+"""Temporary memory of a call up to this many bytes is one allocation, because an allocation takes
+the host nearly as long as a launch."""
 _LOW_BITS = 15
 _APART = 512
-"""Alignment of its pieces in bytes, that of torch's allocator."""
+"""Alignment in bytes of the parts of that allocation, as in torch's allocator."""
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-"""Types of tensors without __torch_function__."""
+"""Tensor types without __torch_function__."""
 
 
 class Call(NamedTuple):
     """One call of an op.
 
     Attributes:
-        signature: what a plan for it depends on.
+        signature: all that a plan for the call depends on.
         tensors: those among the arguments, in order.
-        addresses: where they begin.
-        device: number of that on which they lie, -1: the host.
+        addresses: their data pointers.
+        device: index of their CUDA device; -1: host tensors.
     """
 
     signature: tuple[Any, ...]
@@ -62,7 +63,7 @@ class Call(NamedTuple):
 
 
 def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    """A call of an op; None for one that no plan serves."""
+    """The call of an op; None if it can never be replayed."""
     key: list[Any] = []
     tensors: list[Tensor] = []
     home: int | None = None
@@ -83,7 +84,7 @@ def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
         elif isinstance(value, Tensor) or kind.__hash__ is None:
             return None
         else:
-            # 0.0 == -0.0, so a zero is keyed by its text.
+            # 0.0 == -0.0, so zeros are keyed by their repr.
             key += (kind, value if value or kind is not float else str(value))
     addresses = list(map(Tensor.data_ptr, tensors))
     if functools.reduce(operator.or_, addresses) & _LOW_BITS:
@@ -96,15 +97,15 @@ def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
 
 @dataclass(slots=True)
 class _Piece:
-    """An allocation of a call.
+    """An allocation made during a call.
 
     Attributes:
-        take: allocates it.
+        take: function that allocates it.
         blank: whether it is uninitialised.
         shape, dtype: of the tensor, which is contiguous.
-        start: where it begins.
-        slot: its address's, -1: no kernel needs it.
-        last: number of the last step that needs it.
+        start: its address.
+        slot: index of its address among the slots; -1: no kernel uses it.
+        last: index of the last step that uses it.
     """
 
     take: Callable[[], Tensor]
@@ -117,12 +118,12 @@ class _Piece:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class _Place:
-    """An address with the method by which Triton asks a tensor for its own."""
+    """An address with the `data_ptr` method that Triton calls on tensors."""
 
     __slots__ = ("_address",)
 
@@ -138,8 +139,8 @@ class _Table:
     """A tensor descriptor (TMA) without its base address.
 
     Attributes:
-        slot: its own; start: its address's.
-        kind, rest: its class, and its attributes but `base`.
+        slot: of the descriptor; start: slot of its base address.
+        kind, rest: its class, and its attributes other than `base`.
     """
 
     slot: int
@@ -156,15 +157,15 @@ class _Table:
 
 @dataclass(slots=True)
 class _Step:
-    """A launch. Slots hold the addresses and the numbers of a call.
+    """A kernel launch. Slots hold the addresses and scalars of a call.
 
     Attributes:
-        run: what launches.
-        pieces: numbers of those taken before it.
-        views: addresses behind others: (slot, slot of the other, bytes).
-        tables: those among its arguments.
-        pick: its arguments out of the slots.
-        free: numbers of the pieces that nothing needs after it.
+        run: the launch function.
+        pieces: indices of the allocations made before it.
+        views: addresses inside other tensors: (slot, slot of the other, offset in bytes).
+        tables: tensor descriptors among its arguments.
+        pick: selects its arguments from the slots.
+        free: indices of the allocations that no later step uses.
     """
 
     run: Callable[..., None]
@@ -176,14 +177,14 @@ class _Step:
 
 
 class Recording:
-    """What a call does with the device, told by gpu.py while it does it."""
+    """Records what a call does on the device; gpu.py reports each allocation and launch."""
 
     launches = True
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._inputs = {id(tensor): number for number, tensor in enumerate(call.tensors)}
-        # The arguments' addresses, the stream, and what `_fresh` adds.
+        # The arguments' addresses, the stream, and values that `_fresh` adds.
         self._slots: list[Any] = [None] * (len(call.tensors) + 1)
         self._views: dict[tuple[int, int], int] = {}
         self._pieces: list[_Piece] = []
@@ -194,11 +195,11 @@ class Recording:
         self._spoiled = False
 
     def spoiled(self) -> None:
-        """The call does something that a plan cannot repeat."""
+        """Report that the call did something that a plan cannot repeat."""
         self._spoiled = True
 
     def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
-        """The call took memory; blank: which is not written."""
+        """Report an allocation; blank: it is uninitialised."""
         if self._spoiled:
             return
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -207,7 +208,7 @@ class Recording:
         self._pieces.append(_Piece(take, blank, tensor.shape, tensor.dtype, tensor.data_ptr()))
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
-        """The call launched a kernel with these arguments, and Triton ran `compiled`."""
+        """Report a launch of a kernel with these arguments, for which Triton ran `compiled`."""
         if self._spoiled:
             return
         found = None
@@ -222,10 +223,10 @@ class Recording:
         step.pick = operator.itemgetter(*[self._slot(arg, step) for arg in given])
 
     def plan(self, result: Any) -> Plan | None:
-        """The plan of the call that gave this result; None if there is none."""
+        """The plan of the recorded call, which returned `result`; None if it cannot be replayed."""
         parts = result if isinstance(result, tuple) else () if result is None else (result,)
         sources = [source for source in map(self._source, parts) if source is not None]
-        # A call that launched nothing may have done other work.
+        # A call without launches may have done its work by other means.
         if self._spoiled or len(sources) < len(parts) or not self._steps:
             return None
         shared = self._share({-1 - source for source in sources})
@@ -233,8 +234,8 @@ class Recording:
         return Plan(self._slots, self._pieces, self._steps, shared, sources, single)
 
     def _share(self, kept: set[int]) -> _Shared | None:
-        """One allocation for the small pieces that are not `kept` as results; others are freed
-        after the last step that needs them."""
+        """Make one allocation of the small pieces that are not `kept` as results; the others are
+        freed after the last step that uses them."""
         parts: dict[int, tuple[int, int]] = {}
         size = 0
         for number, piece in enumerate(self._pieces):
@@ -253,7 +254,7 @@ class Recording:
         return _Shared(take, list(parts.values()))
 
     def _source(self, result: Any) -> int | None:
-        """Number of the argument, or -1 - that of the piece, that a result is."""
+        """Index i of the argument that a result is, or -1 - i for piece i."""
         if id(result) in self._inputs:
             return self._inputs[id(result)]
         if not isinstance(result, Tensor):
@@ -266,7 +267,7 @@ class Recording:
         return -1 - number if whole and result.is_contiguous() else None
 
     def _slot(self, arg: Any, step: _Step) -> int:
-        """Of an argument of a launch."""
+        """The slot of an argument of a launch."""
         if arg is gpu.STREAM:
             return len(self._call.tensors)
         if not isinstance(arg, Tensor):
@@ -293,14 +294,14 @@ class Recording:
         return self._views[base, offset]
 
     def _table(self, arg: Any, step: _Step) -> int:
-        """Slot of a table's description."""
+        """The slot of a tensor descriptor."""
         slot = self._fresh(None)
         rest = {name: value for name, value in vars(arg).items() if name != "base"}
         step.tables.append(_Table(slot, self._slot(arg.base, step), type(arg), rest))
         return slot
 
     def _behind(self, view: Tensor) -> tuple[int, int]:
-        """Slot and address of the one argument in whose memory a view begins."""
+        """Slot and address of the only argument whose memory contains the start of a view."""
         storage, at = view.untyped_storage()._cdata, view.data_ptr()
         found = {
             start: number
@@ -315,23 +316,23 @@ class Recording:
         return number, start
 
     def _fresh(self, value: Any) -> int:
-        """A slot that holds a value."""
+        """A new slot that holds a value."""
         self._slots.append(value)
         return len(self._slots) - 1
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first number to its last."""
+    """Bytes from a tensor's first element to its last."""
     sides = zip(tensor.shape, tensor.stride(), strict=True)
     return (sum((size - 1) * step for size, step in sides) + 1) * tensor.itemsize
 
 
 class _Shared(NamedTuple):
-    """Memory of small pieces.
+    """The shared allocation of small pieces.
 
     Attributes:
-        take: takes it.
-        parts: a piece's slot, and how many bytes behind the first it begins.
+        take: function that allocates it.
+        parts: (slot, offset in bytes) of each piece.
     """
 
     take: Callable[[], Tensor]
@@ -339,7 +340,8 @@ class _Shared(NamedTuple):
 
 
 class Plan:
-    """The launches of a call, for any addresses of its arguments; made by `Recording.plan`."""
+    """The launches of a call, replayable with other argument addresses; made by
+    `Recording.plan`."""
 
     def __init__(
         self,
@@ -353,11 +355,12 @@ class Plan:
         self._slots, self._pieces, self._sources, self._single = slots, pieces, sources, single
         self._steps = [(s.pieces, s.views, s.tables, s.run, s.pick, s.free) for s in steps]
         self._shared = shared
-        # Only results without elements are written by no kernel.
+        # Only an empty result is written by no kernel.
         self._rest = [-1 - s for s in sources if s < 0 and pieces[-1 - s].slot < 0]
 
     def run(self, call: Call, stream: Any) -> Any:
-        """Repeat the launches on a stream, as Triton passes it; the result of the call."""
+        """Repeat the launches on a stream (the integer that Triton passes) and return the call's
+        result."""
         slots = self._slots.copy()
         slots[: len(call.addresses) + 1] = (*call.addresses, stream)
         memory: dict[int, Tensor] = {}
@@ -385,6 +388,6 @@ class Plan:
 
 
 def spoil() -> None:
-    """This thread is about to do something other than launch: its recording cannot be replayed."""
+    """Mark this thread's recording as not replayable, before work other than a launch."""
     if gpu.watch.observer is not None:
         gpu.watch.observer.spoiled()

@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family's ops, for `cairn bench ops`."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _(draw: Draw) -> Points:
         shapes = [("qkv", rows, 2 * (layer.heads + layer.kv_heads) * layer.head_dim)]
         if rows == 1:
             shapes += [("head", count, layer.vocabulary) for count in (1, 8, 64)]
-        for name, rows, numbers in shapes:
+        for name, rows, outputs in shapes:
             x, norm = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
-            weight = draw.randn(numbers, layer.hidden, scale=layer.hidden**-0.5)
+            weight = draw.randn(outputs, layer.hidden, scale=layer.hidden**-0.5)
             yield Point(
-                f"{layer.name} {name}: {rows} x {layer.hidden} x {numbers}",
+                f"{layer.name} {name}: {rows} x {layer.hidden} x {outputs}",
                 draw.args(x, weight, None, norm),
-                moved(x, weight, norm) + rows * numbers * x.element_size(),
+                moved(x, weight, norm) + rows * outputs * x.element_size(),
                 2.0 * rows * weight.numel(),
                 draw.by_torch(_linear_by_torch, "rms_norm, linear"),
             )
@@ -114,12 +114,12 @@ BLOCK_SHAPES = {
 
 def _in_blocks(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """(size in words, tokens, codes of a weight, scales)."""
-    for name, numbers, width in BLOCK_SHAPES[draw.sizes]:
-        weight = draw.randn(numbers, width, dtype=torch.float32).to(E4M3)
-        scale = draw.rand(blocks.count(numbers), blocks.count(width))
+    for name, outputs, width in BLOCK_SHAPES[draw.sizes]:
+        weight = draw.randn(outputs, width, dtype=torch.float32).to(E4M3)
+        scale = draw.rand(blocks.count(outputs), blocks.count(width))
         for rows in (1, 64, 8192) if draw.sizes == "full" else (1, 5):
             x = draw.randn(rows, width)
-            yield f"{name}: {rows} x {width} x {numbers}", x, weight, scale
+            yield f"{name}: {rows} x {width} x {outputs}", x, weight, scale
 
 
 @linear_fp8_blocks.bench
@@ -141,11 +141,11 @@ def _(draw: Draw) -> Points:
 
 @dsv3_fused_a_gemm.bench
 def _(draw: Draw) -> Points:
-    width, numbers = (7168, 2112) if draw.sizes == "full" else (64, 24)
+    width, outputs = (7168, 2112) if draw.sizes == "full" else (64, 24)
     for rows in (1, 16):
-        x, weight = draw.randn(rows, width), draw.randn(numbers, width)
-        least = moved(x, weight) + rows * numbers * x.element_size()
-        size = f"{rows} x {width} x {numbers}"
+        x, weight = draw.randn(rows, width), draw.randn(outputs, width)
+        least = moved(x, weight) + rows * outputs * x.element_size()
+        size = f"{rows} x {width} x {outputs}"
         yield Point(size, draw.args(x, weight.t()), least, 2.0 * rows * weight.numel())
 
 
@@ -164,14 +164,14 @@ SCALED_SHAPES = {"full": ((6144, 4096), (4096, 12288), (24576, 4096)), "tiny": (
 
 
 def _scaled(draw: Draw, dtype: torch.dtype) -> Points:
-    for numbers, width in SCALED_SHAPES[draw.sizes]:
-        weight = (draw.randn(numbers, width, dtype=torch.float32) * 40).to(dtype)
-        scale = draw.rand(numbers)
+    for outputs, width in SCALED_SHAPES[draw.sizes]:
+        weight = (draw.randn(outputs, width, dtype=torch.float32) * 40).to(dtype)
+        scale = draw.rand(outputs)
         for rows in (1, 8, 64, 4096) if draw.sizes == "full" else (1, 5):
             x = (draw.randn(rows, width, dtype=torch.float32) * 40).to(dtype)
             given = draw.args(x, weight.t(), draw.rand(rows), scale, draw.dtype)
-            least = moved(x, weight, scale) + rows * numbers * draw.dtype.itemsize
-            size = f"{rows} x {width} x {numbers}"
+            least = moved(x, weight, scale) + rows * outputs * draw.dtype.itemsize
+            size = f"{rows} x {width} x {outputs}"
             others = _by_cublas(draw, given) if rows > LEAST_ROWS else ()
             yield Point(size, given, least, 2.0 * rows * weight.numel(), others)
 
@@ -202,10 +202,10 @@ def _(draw: Draw) -> Points:
 
 @bmm_fp8.bench
 def _(draw: Draw) -> Points:
-    batch, rows, width, numbers = (16, 64, 512, 128) if draw.sizes == "full" else (2, 3, 16, 16)
-    a, b = (draw.randn(batch, n, width).to(E4M3) for n in (rows, numbers))
+    batch, rows, width, outputs = (16, 64, 512, 128) if draw.sizes == "full" else (2, 3, 16, 16)
+    a, b = (draw.randn(batch, n, width).to(E4M3) for n in (rows, outputs))
     scale = draw.rand(1)
     given = draw.args(a, b.transpose(1, 2), scale, scale, draw.dtype)
-    least = moved(a, b) + batch * rows * numbers * draw.dtype.itemsize
-    size = f"{batch} x {rows} x {width} x {numbers}"
-    yield Point(size, given, least, 2.0 * batch * rows * width * numbers)
+    least = moved(a, b) + batch * rows * outputs * draw.dtype.itemsize
+    size = f"{batch} x {rows} x {width} x {outputs}"
+    yield Point(size, given, least, 2.0 * batch * rows * width * outputs)

@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from cairn.ops.testing import Cases, Make
 @gated_linear.cases
 def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in (
+        for rows, width, outputs in (
             *((1, 64, 9), (2, 48, 33), (5, 96, 20), (17, 64, 32)),
             *((64, 512, 96), (90, 128, 64), (70, 48, 5)),
         ):
-            weight = make.randn(2 * numbers, width, dtype=dtype, scale=width**-0.5)
+            weight = make.randn(2 * outputs, width, dtype=dtype, scale=width**-0.5)
             x = make.randn(rows, width, dtype=dtype)
             yield make.args(x, weight)
             yield make.args(x, weight, make.randn(width, dtype=dtype), 1e-5)
@@ -41,22 +41,22 @@ def _(make: Make) -> Cases:
 def _(make: Make) -> Cases:
     sizes = ((1, 64, 9), (2, 48, 33), (5, 96, 20), (16, 32, 8), (70, 48, 5))
     for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in sizes:
-            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-            x, bias = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
+        for rows, width, outputs in sizes:
+            weight = make.randn(outputs, width, dtype=dtype, scale=width**-0.5)
+            x, bias = make.randn(rows, width, dtype=dtype), make.randn(outputs, dtype=dtype)
             yield make.args(x, weight, bias)
             yield make.args(x, weight, None, make.randn(width, dtype=dtype), 1e-5, torch.float32)
     # A wide vocabulary head, for more tokens than one tile.
-    numbers = TUNING.skinny_many_rows + 5
+    outputs = TUNING.skinny_many_rows + 5
     for rows, dtype in ((17, torch.float32), (40, torch.bfloat16)):
-        weight = make.randn(numbers, 64, dtype=dtype, scale=0.125)
-        x, bias = make.randn(rows, 64, dtype=dtype), make.randn(numbers, dtype=dtype)
+        weight = make.randn(outputs, 64, dtype=dtype, scale=0.125)
+        x, bias = make.randn(rows, 64, dtype=dtype), make.randn(outputs, dtype=dtype)
         yield make.args(x, weight, bias, make.randn(64, dtype=dtype), 1e-6, torch.float32)
-    for rows, width, numbers, dtype in (
+    for rows, width, outputs, dtype in (
         (17, 512, 48, torch.float32),
         (70, 512, 96, torch.bfloat16),
     ):
-        weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+        weight = make.randn(outputs, width, dtype=dtype, scale=width**-0.5)
         x, norm = (
             make.randn(rows, width + 8, dtype=dtype)[:, :width],
             make.randn(width, dtype=dtype),
@@ -76,12 +76,12 @@ def _(make: Make) -> Cases:
 @linear_add.cases
 def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
-        for rows, width, numbers in ((1, 64, 9), (2, 48, 33), (5, 96, 20), (70, 48, 5)):
-            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
+        for rows, width, outputs in ((1, 64, 9), (2, 48, 33), (5, 96, 20), (70, 48, 5)):
+            weight = make.randn(outputs, width, dtype=dtype, scale=width**-0.5)
             x = make.randn(rows, width, dtype=dtype)
-            residual = make.randn(rows, numbers, dtype=dtype)
+            residual = make.randn(rows, outputs, dtype=dtype)
             yield make.args(x, residual, weight)
-            yield make.args(x, residual, weight, make.randn(numbers, dtype=dtype))
+            yield make.args(x, residual, weight, make.randn(outputs, dtype=dtype))
     yield make.args(make.randn(3, 128)[:, :64], make.randn(3, 20)[:, 3:12], make.randn(9, 64))
     yield make.args(make.randn(0, 64), make.randn(0, 9), make.randn(9, 64))
     if make.device != "cpu":
@@ -98,12 +98,12 @@ def _(make: Make) -> Cases:
     # tolerance of float32.
     more = ((16, 4096, 40), (40, 512, 192), (64, 4096, 64), (100, 512, 128))
     for dtype, sizes in ((torch.float32, few), (torch.bfloat16, few + more)):
-        for rows, width, numbers in sizes:
-            weight = make.randn(numbers, width, dtype=dtype, scale=width**-0.5)
-            x, norm = make.randn(rows, width, dtype=dtype), make.randn(numbers, dtype=dtype)
-            residual = make.randn(rows, numbers, dtype=dtype)
+        for rows, width, outputs in sizes:
+            weight = make.randn(outputs, width, dtype=dtype, scale=width**-0.5)
+            x, norm = make.randn(rows, width, dtype=dtype), make.randn(outputs, dtype=dtype)
+            residual = make.randn(rows, outputs, dtype=dtype)
             yield make.args(x, residual, weight, norm)
-            yield make.args(x, residual, weight, norm, make.randn(numbers, dtype=dtype), 1e-5)
+            yield make.args(x, residual, weight, norm, make.randn(outputs, dtype=dtype), 1e-5)
     wide = make.randn(5, 3072)[:, :2048], make.randn(5, 26)[:, 1:14]
     yield make.args(*wide, make.randn(13, 2048, scale=0.02), make.randn(13))
     wide = make.randn(70, 128)[:, :64], make.randn(70, 130)[:, 1:65]
@@ -126,13 +126,13 @@ def _blocks(make: Make, rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 @linear_fp8_blocks.cases
 def _(make: Make) -> Cases:
-    for rows, width, numbers, dtype in (
+    for rows, width, outputs, dtype in (
         (1, 128, 48, torch.float32),
         (3, 160, 140, torch.float32),
         (40, 256, 136, torch.bfloat16),
         (200, 384, 272, torch.bfloat16),
     ):
-        yield make.args(make.randn(rows, width, dtype=dtype), *_blocks(make, numbers, width))
+        yield make.args(make.randn(rows, width, dtype=dtype), *_blocks(make, outputs, width))
     wide = make.randn(5, 512, dtype=torch.bfloat16)[:, :256]
     yield make.args(wide, *_blocks(make, 48, 256))
     yield make.args(make.randn(0, 128), *_blocks(make, 48, 128))
@@ -140,12 +140,12 @@ def _(make: Make) -> Cases:
 
 @fp8_blockwise_scaled_mm.cases
 def _(make: Make) -> Cases:
-    for rows, width, numbers, dtype in (
+    for rows, width, outputs, dtype in (
         (2, 128, 48, torch.float32),
         (5, 160, 140, torch.float32),
         (200, 384, 272, torch.bfloat16),
     ):
-        weight, scale = _blocks(make, numbers, width)
+        weight, scale = _blocks(make, outputs, width)
         x, own = blocks.quantized(make.randn(rows, width))
         yield make.args(x, weight.t(), own, scale.t(), dtype)
         # Scales stored column-major: those of neighbouring rows are adjacent.
@@ -173,15 +173,15 @@ def _(make: Make) -> Cases:
 
 @fp8_scaled_mm.cases
 def _(make: Make) -> Cases:
-    for rows, width, numbers, dtype in (
+    for rows, width, outputs, dtype in (
         (3, 64, 24, torch.float32),
         (1, 160, 40, torch.float32),
         (40, 256, 136, torch.bfloat16),
         (300, 384, 272, torch.bfloat16),
     ):
-        x, weight = make.randn(rows, width).to(E4M3), make.randn(numbers, width).to(E4M3)
-        of_rows, of_numbers = make.rand(rows, 1), make.rand(1, numbers) * width**-0.5
-        bias = make.randn(numbers, dtype=dtype)
+        x, weight = make.randn(rows, width).to(E4M3), make.randn(outputs, width).to(E4M3)
+        of_rows, of_numbers = make.rand(rows, 1), make.rand(1, outputs) * width**-0.5
+        bias = make.randn(outputs, dtype=dtype)
         yield make.args(x, weight.t(), of_rows, of_numbers, dtype)
         yield make.args(x, weight.t(), of_rows[:1, 0], of_numbers[0], dtype, bias)
     yield make.args(x[:0], weight.t(), of_rows[:0], of_numbers, torch.bfloat16)
@@ -189,16 +189,16 @@ def _(make: Make) -> Cases:
 
 @int8_scaled_mm.cases
 def _(make: Make) -> Cases:
-    for rows, width, numbers, dtype in (
+    for rows, width, outputs, dtype in (
         (3, 64, 24, torch.float32),
         (1, 160, 40, torch.float32),
         (40, 256, 136, torch.bfloat16),
         (300, 384, 272, torch.bfloat16),
     ):
         x = make.randint(-128, 128, rows, width, dtype=torch.int8)
-        weight = make.randint(-128, 128, numbers, width, dtype=torch.int8)
-        of_rows, of_numbers = make.rand(rows) / 64, make.rand(numbers) / 64 * width**-0.5
-        bias = make.randn(numbers, dtype=dtype)
+        weight = make.randint(-128, 128, outputs, width, dtype=torch.int8)
+        of_rows, of_numbers = make.rand(rows) / 64, make.rand(outputs) / 64 * width**-0.5
+        bias = make.randn(outputs, dtype=dtype)
         yield make.args(x, weight.t(), of_rows, of_numbers, dtype)
         yield make.args(x, weight.t(), of_rows.view(-1, 1), of_numbers[:1], dtype, bias)
     yield make.args(x[:0], weight.t(), of_rows[:0], of_numbers, torch.bfloat16)

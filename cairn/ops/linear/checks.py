@@ -31,10 +31,10 @@ def check_product(
     expect(op, "input", input, None, FLOATS)
     dtype, width = input.dtype, input.shape[-1]
     expect(op, name, weight, 2, (dtype,), input)
-    numbers, own = weight.shape
+    outputs, own = weight.shape
     if own != width:
         refuse(op, name, f"has shape {list(weight.shape)}, not [any, {width}]")
     if bias is not None:
-        expect(op, "bias", bias, (numbers,), (dtype,), input, 1)
+        expect(op, "bias", bias, (outputs,), (dtype,), input, 1)
     if norm is not None:
         check_weight(op, "norm", norm, input)

@@ -26,7 +26,7 @@ def fp8_blockwise_scaled_mm(
     Args:
         mat_a: [M, K] float8_e4m3fn.
         mat_b: [K, N] float8_e4m3fn.
-        scales_a: [M, ceil(K / 128)] float32, any strides: of 128 numbers of a row.
+        scales_a: [M, ceil(K / 128)] float32, any strides: of 128 elements of a row.
         scales_b: [ceil(K / 128), ceil(N / 128)] float32, any strides: of blocks of 128 x 128.
         out_dtype: float32, bfloat16 or float16.
     Returns:

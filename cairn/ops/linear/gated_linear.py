@@ -97,7 +97,7 @@ def _(call: Call) -> Tensor:
     """Norm, two products and their gate, each rounded.
 
     The C library maps what is larger than 32 MiB anew for every tensor, page by page: one product
-    of 2,048 tokens with 2 x 4,096 numbers takes half as long again for it.
+    of 2,048 tokens with 2 x 4,096 elements takes half as long again for it.
     """
     x = normed_by_op(call)
     gate, up = (torch.nn.functional.linear(x, half) for half in call.weight.chunk(2))

@@ -19,38 +19,38 @@ def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit(early=("norm", "weight", "bias"), do_not_specialize=["tokens", "numbers"])
+@triton.jit(early=("norm", "weight", "bias"), do_not_specialize=["tokens", "outputs"])
 def rows_kernel(
-    x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
+    x, norm, weight, bias, out, tokens, outputs, x_stride, out_stride, eps,
     WIDTH: tl.constexpr, WP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, numbers] = x W^T, for ROWS rows of W [numbers, WIDTH], token by token.
+    """out [tokens, outputs] = x W^T, for ROWS rows of W [outputs, WIDTH], token by token.
 
     Args:
         WP: WIDTH, padded to a power of two.
         TOKENS: tokens, padded to a power of two.
-        GATED: W is [2 numbers, WIDTH]; out is silu of the first half's product, times the second's.
+        GATED: W is [2 outputs, WIDTH]; out is silu of the first half's product, times the second's.
         ADD: out holds what the product is added to.
         PDL: as in `await_previous`.
     """
     launch_next(PDL)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, WP)
-    inside = (n < numbers)[:, None]
+    inside = (n < outputs)[:, None]
     if WP != WIDTH:
         inside = inside & (k < WIDTH)[None, :]
     at = weight + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
     rows = tl.load(at, mask=inside, other=0.0)
     second = rows
     if GATED:
-        second = tl.load(at + numbers.to(tl.int64) * WIDTH, mask=inside, other=0.0)
+        second = tl.load(at + outputs.to(tl.int64) * WIDTH, mask=inside, other=0.0)
     factor = tl.full([WP], 1.0, tl.float32)
     if norm is not None:
         factor = tl.load(norm + k, mask=k < WIDTH, other=0.0).to(tl.float32)
     offset = tl.zeros([ROWS], tl.float32)
     if bias is not None:
-        offset = tl.load(bias + n, mask=n < numbers, other=0.0).to(tl.float32)
+        offset = tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
     await_previous(PDL)
     for t in tl.static_range(TOKENS):
         alive = t < tokens
@@ -63,7 +63,7 @@ def rows_kernel(
         if GATED:
             result = silu(result) * (tl.sum(second.to(tl.float32) * value[None, :], 1) * scale)
         to = out + t * out_stride + n
-        shown = (n < numbers) & alive
+        shown = (n < outputs) & alive
         if ADD:
             result += tl.load(to, mask=shown, other=0.0).to(tl.float32)
         tl.store(to, result.to(out.dtype.element_ty), mask=shown)
@@ -117,9 +117,9 @@ def tile_product(value, rows, TALL: tl.constexpr):
     return tl.sum(product, 0)
 
 
-@triton.jit(early=("norm", "weight", "bias"), do_not_specialize=["tokens", "numbers"])
+@triton.jit(early=("norm", "weight", "bias"), do_not_specialize=["tokens", "outputs"])
 def tile_kernel(
-    x, norm, weight, bias, out, tokens, numbers, x_stride, out_stride, eps,
+    x, norm, weight, bias, out, tokens, outputs, x_stride, out_stride, eps,
     WIDTH: tl.constexpr, SPAN: tl.constexpr, WP: tl.constexpr, PARTS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, TALL: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
@@ -131,7 +131,7 @@ def tile_kernel(
 
     Args:
         SPAN: columns of a program. Fewer than WIDTH: those of other spans are other programs', and
-            out is [spans, tokens, numbers], the sums of the spans by themselves.
+            out is [spans, tokens, outputs], the sums of the spans by themselves.
         WP: SPAN, padded to a power of two.
         PARTS: parts of K, each a product of its own, so that every warp has one.
         TALL: as in `tile_product`.
@@ -142,14 +142,14 @@ def tile_kernel(
     WIDE: tl.constexpr = not TALL
     span = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.minimum(n, numbers - 1)
+    row = tl.minimum(n, outputs - 1)
     k = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]
     inside = k < SPAN
     k += span * SPAN
     at = weight + across(row.to(tl.int64), TALL) * WIDTH + along(k, TALL)
     rows = load_padded(at, along(inside, TALL), PADDED)
     if GATED:
-        at += numbers.to(tl.int64) * WIDTH
+        at += outputs.to(tl.int64) * WIDTH
         second = load_padded(at, along(inside, TALL), PADDED)
     if norm is not None:
         factor = load_padded(norm + k, inside, PADDED).to(tl.float32)
@@ -187,18 +187,18 @@ def tile_kernel(
         result += before
     to = out + span.to(tl.int64) * tokens * out_stride
     to += beside(t, WIDE) * out_stride + beside(n, TALL)
-    shown = beside(t < tokens, WIDE) & beside(n < numbers, TALL)
+    shown = beside(t < tokens, WIDE) & beside(n < outputs, TALL)
     tl.store(to, result.to(out.dtype.element_ty), mask=shown)
 
 
-@triton.jit(early=(), do_not_specialize=["tokens", "numbers"])
+@triton.jit(early=(), do_not_specialize=["tokens", "outputs"])
 def panel_kernel(
-    x, weight, out, tokens, numbers, x_stride, out_stride,
+    x, weight, out, tokens, outputs, x_stride, out_stride,
     WIDTH: tl.constexpr, SPAN: tl.constexpr, LINES: tl.constexpr, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, PART: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, numbers] = x W^T for all tokens and ROWS rows of W, PART of its columns at a
+    """out [tokens, outputs] = x W^T for all tokens and ROWS rows of W, PART of its columns at a
     time. The rest of the weight is asked for before the kernel in front is awaited.
 
     Args:
@@ -206,7 +206,7 @@ def panel_kernel(
         LINES: lines of the cache in a span of a row, padded to a power of two.
         TOKENS: tokens, padded to a power of two.
         GATED: as in `rows_kernel`; pairs of rows, one of either half, lie side by side.
-        SPLIT: out is [spans, tokens, numbers], the sums of the spans by themselves.
+        SPLIT: out is [spans, tokens, outputs], the sums of the spans by themselves.
         PDL: as in `await_previous`.
     """
     launch_next(PDL)
@@ -214,7 +214,7 @@ def panel_kernel(
     r = tl.arange(0, ROWS)
     if GATED:
         pair = tl.program_id(0) * (ROWS // 2) + r // 2
-        row = pair.to(tl.int64) + (r % 2).to(tl.int64) * numbers
+        row = pair.to(tl.int64) + (r % 2).to(tl.int64) * outputs
     else:
         row = (tl.program_id(0) * ROWS + r).to(tl.int64)
     base = weight + row * WIDTH + span * SPAN

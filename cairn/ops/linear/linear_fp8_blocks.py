@@ -19,7 +19,7 @@ NAME = "linear_fp8_blocks"
 @op
 def linear_fp8_blocks(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x @ w.T, in float32, rounded once, where w are the values of the weight's codes and scales,
-    and x is input rounded to e4m3 with a scale for every 128 numbers: max(|x|, 1e-10) / 448.
+    and x is input rounded to e4m3 with a scale for every 128 elements: max(|x|, 1e-10) / 448.
 
     Args:
         input: [T, K] float32, bfloat16 or float16.

@@ -9,19 +9,19 @@ from cairn.ops.pdl import await_previous
 
 @triton.jit(early=(), do_not_specialize=["rows", "tiles"])
 def scaled_mm_kernel(
-    a, b, a_scale, b_scale, bias, out, rows, numbers, width, a_stride, b_stride, out_stride,
+    a, b, a_scale, b_scale, bias, out, rows, outputs, width, a_stride, b_stride, out_stride,
     a_step, b_step, tiles, columns,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
     TURNED: tl.constexpr, INTEGER: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, numbers] = (a b^T) * a_scale[m] * b_scale[n] + bias[n].
+    """out [rows, outputs] = (a b^T) * a_scale[m] * b_scale[n] + bias[n].
 
     Args:
-        a: [rows, width], and b: [numbers, width], e4m3 or (INTEGER) int8; both as tables of blocks
+        a: [rows, width], and b: [outputs, width], e4m3 or (INTEGER) int8; both as tables of blocks
             [BM, BK] and [BN, BK] (TABLE) or as they are.
         a_scale, b_scale: float32, a_step and b_step apart; 0: one for all.
-        bias: [numbers], or None.
+        bias: [outputs], or None.
         tiles, columns: of rows and of numbers.
         TURNED: b's rows are those of the product, and a's its columns: warp groups multiply 64 rows
             with any multiple of 8 columns, in e4m3 without conversion.
@@ -43,7 +43,7 @@ def scaled_mm_kernel(
             x = a.load([tile * BM, at])
         else:
             x = rows_tile(a, row.to(tl.int64), inside, at, width, a_stride, BK, EVEN)
-        w = matrix_tile(b, column * BN, at, numbers, width, b_stride, BN, BK, TABLE, EVEN)
+        w = matrix_tile(b, column * BN, at, outputs, width, b_stride, BN, BK, TABLE, EVEN)
         if TURNED:
             x, w = w.T, x.T
         if INTEGER:
@@ -53,7 +53,7 @@ def scaled_mm_kernel(
             total += tl.dot(x, w)
     if TURNED:
         total = total.T
-    there = number < numbers
+    there = number < outputs
     left = tl.load(a_scale + row * a_step, mask=inside, other=0.0)
     right = tl.load(b_scale + number * b_step, mask=there, other=0.0)
     value = total.to(tl.float32) * left[:, None] * right[None, :]

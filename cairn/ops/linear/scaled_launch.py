@@ -1,4 +1,4 @@
-"""How products of codes of 8 bits are launched."""
+"""Launch of products of codes of 8 bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _ALIGNED = 16
 
 
 def accepts(a: Tensor, b: Tensor) -> bool:
-    """Rows [M, K] and columns [K, N] with their numbers side by side, and a K of whole steps."""
+    """Rows [M, K] and columns [K, N] with their elements side by side, and a K of whole steps."""
     return (
         a.stride(1) == 1
         and b.stride(0) == 1
@@ -68,13 +68,13 @@ def multiplies_codes(x: Tensor, dtype: torch.dtype) -> bool:
     return fast and (dtype == torch.int8 or gpu.knows_e4m3(x.device))
 
 
-def tile_for(rows: int, numbers: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """What a program of a product [rows, numbers] of codes computes."""
+def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """What a program of a product [rows, outputs] of codes computes."""
     tiles = next((tiles for most, tiles in TILES if rows <= most), (LARGE[dtype],))
     if tiles is NARROW and dtype == E4M3 and gpu.supports_wgmma(device):
         tiles = TURNED
     wanted = gpu.processors(device)
-    fit = (tile for tile in tiles if -(-rows // tile.rows) * -(-numbers // tile.columns) >= wanted)
+    fit = (tile for tile in tiles if -(-rows // tile.rows) * -(-outputs // tile.columns) >= wanted)
     return next(fit, tiles[-1])
 
 
@@ -89,12 +89,12 @@ def multiply(
 ) -> Tensor:
     """`scaled_mm_kernel`: a [M, K] and b [N, K] into out [M, N], a tile a program."""
     rows, width = a.shape
-    numbers = b.shape[0]
-    if not rows or not numbers:
+    outputs = b.shape[0]
+    if not rows or not outputs:
         return out
     table = tile.table and _is_table(a) and _is_table(b)
     tiles = -(-rows // tile.rows)
-    columns = -(-numbers // tile.columns)
+    columns = -(-outputs // tile.columns)
     scaled_mm_kernel[(tiles * columns,)](
         a=_table(a, (tile.rows, tile.part)) if table else a,
         b=_table(b, (tile.columns, tile.part)) if table else b,
@@ -103,7 +103,7 @@ def multiply(
         bias=bias,
         out=out,
         rows=rows,
-        numbers=numbers,
+        outputs=outputs,
         width=width,
         a_stride=a.stride(0),
         b_stride=b.stride(0),

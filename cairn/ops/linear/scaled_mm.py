@@ -105,10 +105,10 @@ def _register(own: Op[..., Tensor], dtype: torch.dtype) -> None:
         expect(name, "mat_a", call.mat_a, 2, (dtype,))
         rows, width = call.mat_a.shape
         expect(name, "mat_b", call.mat_b, (width, None), (dtype,), call.mat_a)
-        numbers = call.mat_b.shape[1]
+        outputs = call.mat_b.shape[1]
         for argument, scale, count in (
             ("scales_a", call.scales_a, rows),
-            ("scales_b", call.scales_b, numbers),
+            ("scales_b", call.scales_b, outputs),
         ):
             expect(name, argument, scale, dtypes=FLOAT32, like=call.mat_a)
             if scale.numel() not in (1, count):
@@ -116,7 +116,7 @@ def _register(own: Op[..., Tensor], dtype: torch.dtype) -> None:
                 refuse(name, argument, f"has shape {shape}, neither {count} scales nor one")
         _check_dtype(name, "out_dtype", call.out_dtype)
         if call.bias is not None:
-            expect(name, "bias", call.bias, (numbers,), (call.out_dtype,), call.mat_a)
+            expect(name, "bias", call.bias, (outputs,), (call.out_dtype,), call.mat_a)
 
     @own.implementation(
         "triton",

@@ -42,8 +42,8 @@ def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = Fals
     """
     if not _takes(input, weight) or not 16 <= weight.shape[1] <= TUNING.skinny_most_width:
         return False
-    tokens, (numbers, width) = input.shape[0], weight.shape
-    held = numbers * gpu.next_power_of_2(width) * weight.element_size()
+    tokens, (outputs, width) = input.shape[0], weight.shape
+    held = outputs * gpu.next_power_of_2(width) * weight.element_size()
     if tokens <= TUNING.skinny_rows_tokens:
         return tokens == 1 or not add or held <= TUNING.skinny_tile_bytes
     most = (
@@ -56,18 +56,17 @@ def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = Fals
 
 def accepts_split(input: Tensor, weight: Tensor) -> bool:
     """`accepts` for several tokens with split-K, which launches one more kernel: it only pays where
-    that starts early (PDL).
-    """
-    numbers, width = weight.shape
+    that starts early (PDL)."""
+    outputs, width = weight.shape
     return (
         _takes(input, weight)
         and input.shape[0] > TUNING.skinny_rows_tokens
         and (input.device.type != "cuda" or gpu.supports_pdl(input.device))
         and width % TUNING.skinny_span == 0
         and 2 * TUNING.skinny_span <= width <= TUNING.skinny_most_width
-        and -(-numbers // TUNING.skinny_split_rows) * (width // TUNING.skinny_span)
+        and -(-outputs // TUNING.skinny_split_rows) * (width // TUNING.skinny_span)
         <= TUNING.skinny_split_programs
-        and numbers <= LONGEST
+        and outputs <= LONGEST
     )
 
 
@@ -84,17 +83,17 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
 
 def _fits(input: Tensor, weight: Tensor, gated: bool) -> bool:
     tokens = _tile_tokens(input.shape[0])
-    numbers, width = weight.shape
-    rows = _tile_rows(numbers // (1 + gated), width, tokens, gated) * (1 + gated)
+    outputs, width = weight.shape
+    rows = _tile_rows(outputs // (1 + gated), width, tokens, gated) * (1 + gated)
     line = gpu.next_power_of_2(width) * weight.element_size()
     return (rows + tokens) * line + TUNING.skinny_scratch_bytes <= gpu.program_memory(input.device)
 
 
-def _tile_rows(numbers: int, width: int, tokens: int, gated: bool) -> int:
+def _tile_rows(outputs: int, width: int, tokens: int, gated: bool) -> int:
     """Rows of a program; fewer where they are long, or where they are few and tokens are many."""
-    if numbers >= TUNING.skinny_many_rows:
+    if outputs >= TUNING.skinny_many_rows:
         return 32
-    if gated or (width <= TUNING.skinny_span and (tokens <= 8 or numbers > 1024)):
+    if gated or (width <= TUNING.skinny_span and (tokens <= 8 or outputs > 1024)):
         return TUNING.skinny_tall_rows
     return 8
 
@@ -106,16 +105,16 @@ def _tile_tokens(tokens: int) -> int:
 def multiply(input: Tensor, weight: Tensor, out: Tensor, around: Around) -> Tensor:
     """Compute out [T, N], see `rows_kernel`; requires `accepts`."""
     tokens, width = input.shape
-    numbers = out.shape[1]
+    outputs = out.shape[1]
     if tokens > TUNING.skinny_rows_tokens:
-        rows = _tile_rows(numbers, width, _tile_tokens(tokens), around.gated)
+        rows = _tile_rows(outputs, width, _tile_tokens(tokens), around.gated)
         _tile(input, weight, out, around, rows, width)
         return out
     padded = gpu.next_power_of_2(width)
     row_bytes = padded * weight.element_size() * (1 + around.gated)
-    rows = 8 if numbers >= TUNING.skinny_many_rows else 2
+    rows = 8 if outputs >= TUNING.skinny_many_rows else 2
     warps = rows * row_bytes // (32 * TUNING.skinny_thread_bytes)
-    rows_kernel[(-(-numbers // rows),)](
+    rows_kernel[(-(-outputs // rows),)](
         **_operands(input, weight, out, around),
         WP=padded,
         ROWS=rows,
@@ -159,7 +158,7 @@ def _operands(input: Tensor, weight: Tensor, out: Tensor, around: Around) -> dic
         "bias": around.bias,
         "out": out,
         "tokens": input.shape[0],
-        "numbers": out.shape[-1],
+        "outputs": out.shape[-1],
         "x_stride": input.stride(0),
         "out_stride": out.stride(-2),
         "eps": around.eps,

@@ -30,12 +30,12 @@ def multiply(input: Tensor, weight: Tensor, out: Tensor, around: Around) -> Tens
     """Write out [..., N], contiguous, and return it; input [..., K] and weight [N, K] are as
     `accepts` says. Products are in float32, rounded once."""
     loops.multiply(
-        cpu.numbers(input.reshape(-1, input.shape[-1]).contiguous()),
-        cpu.numbers(weight),
-        cpu.numbers_or_none(around.bias, input.dtype, 1),
-        cpu.numbers_or_none(around.norm, input.dtype, 1),
+        cpu.as_array(input.reshape(-1, input.shape[-1]).contiguous()),
+        cpu.as_array(weight),
+        cpu.array_or_empty(around.bias, input.dtype, 1),
+        cpu.array_or_empty(around.norm, input.dtype, 1),
         np.float32(around.eps),
-        cpu.numbers(out.view(-1, out.shape[-1])),
+        cpu.as_array(out.view(-1, out.shape[-1])),
         around.add,
         around.gated,
         input.dtype == torch.bfloat16 and avx512.PAIRS,

@@ -32,7 +32,7 @@ def sums_in_norm(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Some tokens [T, K] with their numbers side by side, and a plain weight [N, K] of one layer.
+    """Some tokens [T, K] with their elements side by side, and a plain weight [N, K] of one layer.
 
     On a device the library's product is the faster one of float32, of weights that keep it busy for
     more than one round of programs, and where no kernel is launched early.
@@ -42,12 +42,12 @@ def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
 
 def accepts_split(input: Tensor, weight: Tensor) -> bool:
     """The same where the sums are split."""
-    numbers = weight.shape[0]
+    outputs = weight.shape[0]
     return (
         _takes(input, weight)
-        and numbers % SPLIT_ROWS == 0
-        and numbers // SPLIT_ROWS <= TUNING.panel_programs
-        and numbers <= LONGEST
+        and outputs % SPLIT_ROWS == 0
+        and outputs // SPLIT_ROWS <= TUNING.panel_programs
+        and outputs <= LONGEST
     )
 
 
@@ -83,11 +83,11 @@ def _bytes(input: Tensor) -> int:
 
 def _rows(weight: Tensor, gated: bool) -> int:
     """Rows of a program, 0 if too many programs were needed."""
-    numbers = weight.shape[0]
+    outputs = weight.shape[0]
     fitting = (
         rows
         for rows in ((GATED_ROWS,) if gated else TUNING.panel_rows)
-        if numbers % rows == 0 and numbers // rows <= TUNING.panel_programs
+        if outputs % rows == 0 and outputs // rows <= TUNING.panel_programs
     )
     return next(fitting, 0)
 
@@ -102,16 +102,16 @@ def multiply(input: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False)
 def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
     """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
     holds."""
-    numbers, width = weight.shape
+    outputs, width = weight.shape
     splits = 1
     while (
         splits < TUNING.panel_most_splits
-        and 2 * splits * numbers // SPLIT_ROWS <= TUNING.panel_programs
+        and 2 * splits * outputs // SPLIT_ROWS <= TUNING.panel_programs
         and width % (2 * splits * TUNING.panel_part) == 0
         and width // (2 * splits * TUNING.panel_part) >= TUNING.panel_fewest_parts
     ):
         splits *= 2
-    shape = (splits, input.shape[0], numbers)
+    shape = (splits, input.shape[0], outputs)
     parts = gpu.empty(shape, torch.float32, input.device)
     _launch(input, weight, parts, SPLIT_ROWS, width // splits, False)
     return parts
@@ -119,7 +119,7 @@ def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
 
 def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, gated: bool) -> None:
     """`panel_kernel`, each program with so many rows of the weight and columns of a span."""
-    numbers, width = weight.shape
+    outputs, width = weight.shape
     tokens = _tokens(input)
     large = (
         tokens == TUNING.panel_tokens
@@ -129,12 +129,12 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, ga
     part = 2 * TUNING.panel_part if large else TUNING.panel_part
     pdl = gpu.supports_pdl(input.device)
     lines = gpu.next_power_of_2(-(-span * weight.element_size() // 128))
-    panel_kernel[(numbers // rows, width // span)](
+    panel_kernel[(outputs // rows, width // span)](
         x=input,
         weight=weight,
         out=out,
         tokens=input.shape[0],
-        numbers=numbers // 2 if gated else numbers,
+        outputs=outputs // 2 if gated else outputs,
         x_stride=input.stride(0),
         out_stride=out.stride(-2),
         WIDTH=width,

@@ -9,7 +9,7 @@ from cairn.ops.tuning import Tuning
 
 @dataclass(slots=True)
 class LinearTuning(Tuning):
-    """One field a constant."""
+    """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     skinny_rows_tokens: int = 2
     """Most tokens of `rows_kernel`, which takes them one by one; `tile_kernel` takes more."""

@@ -53,7 +53,7 @@ def copy_parts(
 @gluon.jit
 def sum_parts(
     GATED: gl.constexpr,
-    rows, columns, full, free, out, out_stride, first, second, tokens, numbers, count,
+    rows, columns, full, free, out, out_stride, first, second, tokens, outputs, count,
 ):  # fmt: skip
     """Add up the products of all parts, and write them."""
     STAGES: gl.constexpr = columns.shape[0]
@@ -71,38 +71,38 @@ def sum_parts(
         upper, lower = hopper.warpgroup_mma_wait(0, deps=[upper, lower])
         tell(free.index(place))
     if GATED:
-        store_numbers(out, silu(upper) * lower, first, tokens, numbers, out_stride)
+        store_outputs(out, silu(upper) * lower, first, tokens, outputs, out_stride)
     else:
-        store_numbers(out, upper, first, tokens, numbers, out_stride)
-        store_numbers(out, lower, second, tokens, numbers, out_stride)
+        store_outputs(out, upper, first, tokens, outputs, out_stride)
+        store_outputs(out, lower, second, tokens, outputs, out_stride)
 
 
 @gluon.jit
-def store_numbers(out, result, first, tokens, numbers, out_stride):
+def store_outputs(out, result, first, tokens, outputs, out_stride):
     """Write the tokens' numbers from number `first` on."""
     LAYOUT: gl.constexpr = result.type.layout
     number = first + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     token = gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     at = out + token.to(gl.int64)[None, :] * out_stride + number[:, None]
-    shown = (number < numbers)[:, None] & (token < tokens)[None, :]
+    shown = (number < outputs)[:, None] & (token < tokens)[None, :]
     gl.store(at, result.to(out.dtype.element_ty), mask=shown)
 
 
 @gluon.jit(early=("weight",), do_not_specialize=["tokens"])
 def linear_groups_kernel(
-    x, weight, out, tokens, numbers, out_stride, parts,
+    x, weight, out, tokens, outputs, out_stride, parts,
     ROWS: gl.constexpr, TOKENS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
     GATED: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """out [tokens, numbers] = x W^T for all tokens and 2 ROWS rows of W.
+    """out [tokens, outputs] = x W^T for all tokens and 2 ROWS rows of W.
 
     Args:
         x, weight: as tables, in blocks [TOKENS, PART] and [ROWS, PART].
         parts: of a row.
         TOKENS: tokens, padded to a power of two.
         STAGES: parts that are held or on their way.
-        GATED: W is [2 numbers, ...]; out is silu of the first half's product, times the second's.
-        SPLIT: out is [splits, tokens, numbers], the sums of some parts each.
+        GATED: W is [2 outputs, ...]; out is silu of the first half's product, times the second's.
+        SPLIT: out is [splits, tokens, outputs], the sums of some parts each.
         PDL: as in `await_previous`.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -119,7 +119,7 @@ def linear_groups_kernel(
     hopper.fence_async_shared()
     if GATED:
         first = gl.program_id(0) * ROWS
-        second = first + numbers
+        second = first + outputs
     else:
         first = gl.program_id(0) * (2 * ROWS)
         second = first + ROWS
@@ -130,7 +130,7 @@ def linear_groups_kernel(
     if SPLIT:
         out += split.to(gl.int64) * tokens * out_stride
     shared = (rows, columns, full, free)
-    task = (out, out_stride, first, second, tokens, numbers, count)
+    task = (out, out_stride, first, second, tokens, outputs, count)
     source = (weight, x, first, second, begin, count)
     # Gluon keeps constexprs only in an unnamed first operand of a tuple sum.
     gl.warp_specialize(

@@ -118,7 +118,7 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, splits: int, gated: bool
         weight=_table(weight, TUNING.wgmma_rows),
         out=out,
         tokens=input.shape[0],
-        numbers=out.shape[-1],
+        outputs=out.shape[-1],
         out_stride=out.stride(-2),
         parts=-(-weight.shape[1] // TUNING.wgmma_part),
         ROWS=TUNING.wgmma_rows,

@@ -1,6 +1,6 @@
-"""Gated delta nets: the short convolution, the gates and the delta rule with its states.
+"""Gated delta nets: causal convolution, gates and the delta rule with its recurrent states.
 
-What sgl-kernel has in its module `mamba` is in `cairn.ops.mamba` too.
+The functions of sgl-kernel's module `mamba` are importable from `cairn.ops.mamba` too.
 """
 
 from cairn.ops.mamba.causal_conv1d_cpu import causal_conv1d_fn_cpu, causal_conv1d_update_cpu

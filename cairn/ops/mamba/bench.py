@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family's ops, for `cairn bench ops`."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def _(draw: Draw) -> Points:
 
 
 def _steps(net: Net) -> list[tuple[int, int]]:
-    """Rows and tokens of each: steps that decode, and prompts."""
+    """(rows, tokens per row) of decode steps and of prefills."""
     return [(rows, 1) for rows in net.batches] + [(1, tokens) for tokens in net.prefills]
 
 

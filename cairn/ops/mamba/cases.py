@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _(make: Make) -> Cases:
         weight, bias = make.randn(6, 4, dtype=dtype), make.randn(6, dtype=dtype)
         states = make.randn(5, 6, 3, dtype=dtype)
         states[3] = torch.nan
-        # Sequences: long, fresh in a slot of NaN, empty, short, and one to skip.
+        # Sequences: long; without initial state in a slot of NaN; empty; short; one to skip.
         starts, slot = words(0, 9, 14, 14, 15, 17, 20), words(1, 3, 0, 4, 2, -1)
         used = flags(True, False, True, True, True, True)
         x = make.randn(6, 22, dtype=dtype)
@@ -181,8 +181,8 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         weight, states = make.randn(6, 4, dtype=dtype), make.randn(6, 6, 3, dtype=dtype)
         states[3] = torch.nan
-        # Sequences: long, fresh in a slot of NaN, one whose state stays in place, empty, one
-        # without a slot, then padding.
+        # Sequences: long; without initial state in a slot of NaN; one that is stored to its own
+        # slot; empty; one without a slot; then padding.
         starts, slot = words(0, 20, 25, 26, 26, 28), words(1, 3, 0, 4, -1)
         stored = words(1, 3, -1, 4, 5)
         has_initial_state = make.tensor([True, False, True, True, True], torch.bool)
@@ -201,16 +201,16 @@ def _(make: Make) -> Cases:
         mixed = make.randn(tokens, 2 * 2 * 12 + 4 * 8 + 4, dtype=dtype)
         q, k, v = mixed[:, :-4].split((24, 24, 32), dim=1)
         q, k, v = q.unflatten(1, (2, 12)), k.unflatten(1, (2, 12)), v.unflatten(1, (4, 8))
-        # Some heads hardly decay, some forget all at once.
+        # Decays from almost none to a full reset in one token.
         a_log, dt_bias = 2 * make.randn(4), make.randn(4)
         return [a_log, make.randn(tokens, 4, dtype=dtype), dt_bias, q, k, v, mixed[:, -4:]]
 
     for dtype in (torch.float32, torch.bfloat16):
         pool = make.randn(7, 4, 8, 12)
         pool[3] = torch.nan
-        # Sequences: from inside a chunk over two chunk borders; fresh in a slot of NaN, ending
-        # after a border; one token; one whose state stays in place; one without a slot; empty; then
-        # padding.
+        # Sequences: from inside a chunk across two chunk borders; without initial state in a slot
+        # of NaN, ending after a border; one token; one that is stored to its own slot; one without
+        # a slot; empty; then padding.
         starts = words(0, 90, 160, 161, 190, 215, 215)
         slot, stored = words(1, 3, 0, 5, -1, 2), words(1, 3, 0, -1, -1, 2)
         has_initial_state = make.tensor([True, False, True, True, True, True], torch.bool)

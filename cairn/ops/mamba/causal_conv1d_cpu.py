@@ -1,4 +1,4 @@
-"""The short causal convolution, not in place: with the arguments of sgl-kernel's CPU back end."""
+"""Causal convolution out of place, with the arguments of sgl-kernel's CPU back end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cairn.ops.mamba.causal_conv1d_update import causal_conv1d_update
 from cairn.ops.registry import op
 
 PAD = -1
-"""Slot of sequences that are left as they are."""
+"""Slot of padding sequences, which are skipped."""
 
 
 @op(mutates=("conv_states",))
@@ -27,20 +27,20 @@ def causal_conv1d_fn_cpu(
     query_start_loc: Tensor,
     seq_lens_cpu: list[int] | None,
 ) -> Tensor:
-    """`causal_conv1d_fwd` of sequences side by side, into a new tensor; the states are changed.
+    """`causal_conv1d_fwd` of concatenated sequences, into a new tensor; the states are changed.
 
     Args:
         mixed_qkv_transposed: [D, T] float32, bfloat16 or float16.
         conv_weights, bias: [D, W]; [D] or None.
         activation: "silu", or None.
         conv_states: [slots, D, S], S >= W - 1, or None, changed.
-        has_initial_state, cache_indices, query_start_loc: [N] bool, [N] and [N + 1] int32, as
-            there. Slot -1: the sequence is left as it is.
-        seq_lens_cpu: without effect.
+        has_initial_state, cache_indices, query_start_loc: [N] bool, [N] and [N + 1] int32, as in
+            `causal_conv1d_fwd`. Slot -1: the sequence is skipped.
+        seq_lens_cpu: ignored.
     Returns:
         [D, T] of the input's dtype.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for slots out of range.
     """
     y = convolution.ragged(
         mixed_qkv_transposed,
@@ -65,19 +65,20 @@ def causal_conv1d_update_cpu(
     activation: str | None,
     conv_state_indices: Tensor | None,
 ) -> Tensor:
-    """`causal_conv1d_update` of one token a sequence, or several, into a new tensor; the states are
-    changed.
+    """`causal_conv1d_update` of one or several tokens per sequence into a new tensor; the states
+    are changed.
 
     Args:
         mixed_qkv: [B, D], or [B, D, L]. Float32, bfloat16 or float16.
         conv_states: [slots, D, S], S >= W - 1, changed.
         conv_weights, bias: [D, W]; [D] or None.
         activation: "silu", or None.
-        conv_state_indices: [B] int32, or None, as there. Slot -1: the sequence is left as it is.
+        conv_state_indices: [B] int32, or None, as in `causal_conv1d_update`. Slot -1: the sequence
+            is skipped.
     Returns:
-        What mixed_qkv is, of its dtype.
+        A tensor of mixed_qkv's shape and dtype.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for slots out of range.
     """
     x = mixed_qkv[..., None].clone() if mixed_qkv.dim() == 2 else mixed_qkv.clone()
     causal_conv1d_update.reference(

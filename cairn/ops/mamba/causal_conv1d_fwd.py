@@ -1,4 +1,4 @@
-"""The short causal convolution over whole sequences, or over their next tokens."""
+"""Causal convolution over whole sequences, or over their next tokens."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ def causal_conv1d_fwd(
     pad_slot_id: int,
 ) -> None:
     """x becomes y_t = act(bias + sum over j < W of w[:, j] * x_{t - W + 1 + j}), in float32,
-    rounded once; the states become the last inputs of their sequences.
+    rounded once; states are replaced by the last inputs of their sequences.
 
-    The inputs before the first token are those that the slot holds, or zeros. Sequences may be
-    shorter than W - 1, or empty: the state is then shifted by so many.
+    The inputs before the first token are those in the sequence's slot, or zeros. Sequences may be
+    shorter than W - 1, or empty: the state is then shifted by their length.
 
     Args:
-        x: [B, D, L], or [D, T] of sequences side by side, changed. Float32, bfloat16 or float16.
+        x: [B, D, L], or [D, T] of concatenated sequences, changed. Float32, bfloat16 or float16.
         weight: [D, W].
         bias_: [D], or None.
         conv_states: [slots, D, S] with S >= W - 1, changed; the oldest input first. None: all
             start from zeros and nothing is stored.
         query_start_loc: [N + 1] int32: sequence n has tokens query_start_loc[n] ..
-            query_start_loc[n + 1] - 1; those behind the last are left as they are. None: x is
+            query_start_loc[n + 1] - 1; tokens after the last sequence are not changed. None: x is
             [B, D, L].
-        cache_indices: [N] int32, the slot of each sequence. A negative one: it starts from zeros
-            and stores nothing. None: sequence n has slot n.
-        has_initial_state: [N] bool; False: it starts from zeros, whatever its slot holds. None:
-            all do.
-        silu_activation: act is silu, else the identity.
-        pad_slot_id: sequences with this slot are left as they are, and so is a slot of this number.
+        cache_indices: [N] int32, the slot of each sequence. A negative slot: the sequence starts
+            from zeros and stores nothing. None: sequence n has slot n.
+        has_initial_state: [N] bool; False: the sequence starts from zeros, whatever its slot holds.
+            None: all start from zeros.
+        silu_activation: whether act is silu; otherwise the identity.
+        pad_slot_id: sequences with this slot are skipped, and the slot is not changed.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for slots out of range.
     """
     flat = x if x.dim() == 2 else x.transpose(0, 1).flatten(1)
     starts = query_start_loc
@@ -95,8 +95,8 @@ def _(call: Call) -> None:
 
 @causal_conv1d_fwd.implementation("triton", devices=gpu.DEVICES)
 def _(call: Call) -> None:
-    """By tokens into other memory, then the states, for these begin where tokens are read that
-    another program would have overwritten."""
+    """Two passes: convolve tokens into other memory, then update states. In one pass in place, a
+    program could overwrite inputs that another still has to read."""
     x, starts, states = call.x, call.query_start_loc, call.conv_states
     flat = x if x.dim() == 2 else x.transpose(0, 1).flatten(1)
     count = x.shape[0] if starts is None else starts.shape[0] - 1

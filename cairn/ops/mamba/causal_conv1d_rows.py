@@ -1,4 +1,4 @@
-"""The short causal convolution over the rows of a step, into other memory."""
+"""Causal convolution over the rows of a step, out of place."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ def causal_conv1d_rows(
     has_initial_state: Tensor,
     longest: int,
 ) -> Tensor:
-    """silu(sum over j < W of w[:, j] * x_{t - W + 1 + j}), as `causal_conv1d_fwd` of sequences side
-    by side.
+    """silu(sum over j < W of w[:, j] * x_{t - W + 1 + j}), as `causal_conv1d_fwd` of concatenated
+    sequences.
 
     Args:
         x: [T, D] float32, bfloat16 or float16.
         weight: [D, W].
         conv_states: [slots, D, S] with S >= W - 1, changed; the oldest input first.
         starts: [N + 1] int32: sequence n has tokens starts[n] .. starts[n + 1] - 1.
-        slots: [N] int32, where the inputs before a sequence's tokens lie; negative: these are 0.
-        stored: [N] int32, where its last inputs go; negative: nowhere.
+        slots: [N] int32, slots of the inputs before each sequence's tokens; negative: zeros.
+        stored: [N] int32, slots to which each sequence's last inputs are written; negative: they
+            are not.
         has_initial_state: [N] bool; False: the inputs before its tokens are 0, whatever its slot
             holds.
         longest: an upper bound of the sequences' lengths.
     Returns:
-        [T, D] of x's dtype; 0 behind the last sequence.
+        [T, D] of x's dtype; 0 after the last sequence.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for slots out of range.
     """
     y = convolution.ragged(
         x.t(), weight, None, conv_states, starts, slots, has_initial_state, True, None, stored
@@ -65,7 +66,7 @@ def _(call: Call) -> None:
 
 
 def expect_rows(op: str, call: Call, held: int, tokens: int) -> None:
-    """Raise BadArgument unless the arguments that describe a call's sequences fit."""
+    """Raise BadArgument unless the arguments that describe a call's sequences are consistent."""
     expect(op, "starts", call.starts, 1, INT32, call.weight if op == NAME else call.q)
     segments.expect_starts(op, "starts", call.starts, tokens, call.starts)
     count = call.starts.shape[0] - 1

@@ -1,4 +1,4 @@
-"""The short causal convolution over the next few tokens of every sequence."""
+"""Causal convolution over the next few tokens of every sequence."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def causal_conv1d_update(
     pad_slot_id: int,
 ) -> None:
     """x becomes y_t = act(bias + sum over j < W of w[:, j] * x_{t - W + 1 + j}), in float32,
-    rounded once; the states become the last inputs of their sequences.
+    rounded once; states are replaced by the last inputs of their sequences.
 
     Args:
         x: [B, D, L], changed. Float32, bfloat16 or float16.
         conv_state: [slots, D, S] with S >= W - 1, changed; the oldest input first.
         weight: [D, W].
         bias_: [D], or None.
-        silu_activation: act is silu, else the identity.
-        cache_seqlens: [B] int32, tokens p before these: the state is a ring, input i lies at i mod
-            S, and L <= S - W + 1 or what a later token reads would be overwritten. None: it is
-            shifted by L.
-        conv_state_indices: [B] int32, slots. A negative one: from zeros, and nothing is stored.
-            None: sequence n has slot n.
-        pad_slot_id: sequences with this slot are left as they are.
+        silu_activation: whether act is silu; otherwise the identity.
+        cache_seqlens: [B] int32, the number p of earlier tokens: the state is then a ring buffer
+            with input i at i mod S, and L <= S - W + 1, so that no input is overwritten before a
+            later token reads it. None: the state is shifted by L.
+        conv_state_indices: [B] int32, slots. A negative slot: the sequence starts from zeros and
+            stores nothing. None: sequence n has slot n.
+        pad_slot_id: sequences with this slot are skipped.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for slots out of range.
     """
     batch, _, tokens = x.shape
     slot = conv_state_indices

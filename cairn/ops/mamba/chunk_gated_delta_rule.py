@@ -31,8 +31,8 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     has_initial_state: Tensor | None = None,
 ) -> Tensor:
-    """`chunk_gated_delta_rule` with the axes in one order, states given, and one result, o
-    [B, T, HV, V].
+    """`chunk_gated_delta_rule` with a fixed order of axes, required states, and one result, o [B,
+    T, HV, V].
 
     The definition is the recurrence, token by token.
     """
@@ -55,7 +55,7 @@ def _run(
     normalised: bool,
     longer: Callable[..., None],
 ) -> Tensor:
-    """Sequences of up to FEW tokens by token, others as `longer` does it."""
+    """Run sequences of up to FEW tokens token by token, others by `longer`."""
     spans = segments.spans(starts, *q.shape[:2])
     decay, strength = g.flatten(0, 1).unsqueeze(-1), beta.flatten(0, 1)
     tokens = recurrence.prepared(q, k, v, decay, strength, scale, normalised)
@@ -99,7 +99,7 @@ def _(call: Call) -> None:
 
 
 def _fits(call: Call) -> bool:
-    """Whether kernels hold a state's columns, and look at all sequences at once."""
+    """Whether the kernels support the state's size and the number of sequences."""
     starts = call.cu_seqlens
     count = call.q.shape[0] if starts is None else starts.shape[0] - 1
     return call.q.shape[3] <= launch.WIDEST and count <= launch.MOST_SEQUENCES
@@ -132,9 +132,9 @@ def _not_short(call: Call) -> bool:
 
 @gated_delta_rule.implementation("torch", when=_not_short)
 def _(call: Call) -> Tensor:
-    """Sequences of more than FEW tokens in chunks, whose grid begins where the sequence does: an
-    op that is not told positions cannot lay it at multiples of 64 of a longer whole. Which way a
-    sequence is run depends on its own length alone."""
+    """Sequences of more than FEW tokens in chunks of 64 from their first token on: without
+    positions, chunks cannot be aligned to multiples of 64 of a longer sequence. Whether a sequence
+    runs in chunks depends on its own length only."""
     slots, used = call.initial_state_indices, call.has_initial_state
     rest = (
         call.scale,
@@ -165,29 +165,29 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, None, None]:
     """The gated delta rule (Yang, Kautz and Hatamizadeh 2024), in float32, o rounded once.
 
-    A token does to the state S [V, K] of each head: S = e^g S, u = beta (v - S k), S = S + u k^T,
-    o = S (scale q). Value head j reads key head j // (HV / H).
+    A token updates the state S [V, K] of each head: S = e^g S, u = beta (v - S k), S = S + u k^T, o
+    = S (scale q). Value head j uses key head j // (HV / H).
 
     Args:
         q, k: [B, T, H, K] float32, bfloat16 or float16.
         v: [B, T, HV, V], HV a multiple of H.
-        g: [B, T, HV], the logarithm of the decay, at most 0; best float32.
+        g: [B, T, HV], the logarithm of the decay, at most 0; preferably float32.
         beta: [B, T, HV], strength of the write.
-        scale: of q; None: K^-1/2.
+        scale: q is multiplied by it; None: K^-1/2.
         initial_state: [slots, HV, V, K] float32, read and changed. None: all start from zeros and
             nothing is stored.
-        initial_state_indices: [N] int32 or int64, the slot of each sequence. A negative one: it
-            starts from zeros and stores nothing. None: sequence n has slot n.
+        initial_state_indices: [N] int32 or int64, the slot of each sequence. A negative slot: the
+            sequence starts from zeros and stores nothing. None: sequence n has slot n.
         cu_seqlens: [N + 1] int32 or int64: B is 1, and sequence n has tokens cu_seqlens[n] ..
-            cu_seqlens[n + 1] - 1. What is behind the last gives 0. None: N is B.
-        head_first: the axes of tokens and heads stand in the other order, in results too.
+            cu_seqlens[n + 1] - 1. Outputs after the last sequence are 0. None: N is B.
+        head_first: the axes of tokens and heads are swapped, in results too.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum of squares + 1e-6) first.
-        has_initial_state: [N] bool; False: it starts from zeros, whatever its slot holds, and is
-            stored there. None: all go on from their slots.
+        has_initial_state: [N] bool; False: the sequence starts from zeros, whatever its slot holds,
+            and is stored there. None: all start from their slots.
     Returns:
         o [B, T, HV, V] of v's dtype, None, None.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for slots out of range.
     """
     q, k, v, g, beta = _tokens_first(head_first, q, k, v, g, beta)
     if initial_state is None:
@@ -221,13 +221,15 @@ def chunk_gated_delta_rule_cpu(
     head_first: bool,
     use_qk_l2norm_in_kernel: bool,
 ) -> tuple[Tensor, Tensor, None]:
-    """`chunk_gated_delta_rule` that returns its states, with keys before values.
+    """`chunk_gated_delta_rule` that returns its states, with the axis of keys before that of
+    values.
 
     Args:
-        q, k, v, g, beta, cu_seqlens, head_first, use_qk_l2norm_in_kernel: as there.
+        q, k, v, g, beta, cu_seqlens, head_first, use_qk_l2norm_in_kernel: as in
+            `chunk_gated_delta_rule`.
         initial_state: [N, HV, K, V] float32, not changed; None: zeros.
     Returns:
-        o [B, T, HV, V], the states behind the last tokens [N, HV, K, V] float32, None.
+        o [B, T, HV, V], the states after the last tokens [N, HV, K, V] float32, None.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -242,7 +244,7 @@ def chunk_gated_delta_rule_cpu(
 
 
 def _zeros(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """States [N, HV, V, K] of sequences that begin."""
+    """Zero states [N, HV, V, K]."""
     states.expect_heads(NAME, q, k, v)
     count = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return q.new_zeros((count, v.shape[2], v.shape[3], q.shape[3]), dtype=torch.float32)

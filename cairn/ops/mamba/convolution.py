@@ -1,7 +1,7 @@
-"""The short causal convolution of linear attention layers: depthwise, over each sequence alone.
+"""The causal convolution of linear attention layers: depthwise, over each sequence separately.
 
-y_t = act(bias + sum over j < W of w[:, j] * u_{t - W + 1 + j}), in float32. What a slot of the
-state holds are the last inputs u of its sequence, the oldest first.
+y_t = act(bias + sum over j < W of w[:, j] * u_{t - W + 1 + j}), in float32. A slot of the state
+holds the last inputs u of its sequence, the oldest first.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ def ragged(
     skipped: int | None,
     stored: Tensor | None = None,
 ) -> Tensor:
-    """Outputs [D, T] float32 of sequences side by side; the states are changed.
+    """Outputs [D, T] float32 of concatenated sequences; the states are changed.
 
     Args:
         x: [D, T].
         weight, bias: [D, W], [D] or None.
         states: [slots, D, S], S >= W - 1, or None: all start from zeros, nothing is stored.
-        starts: [N + 1] integers, sequence n has tokens starts[n] .. starts[n + 1] - 1.
+        starts: [N + 1] integers: sequence n has tokens starts[n] .. starts[n + 1] - 1.
         slot: [N] integers, or None: sequence n has slot n.
-        used: [N] bool, whether a sequence goes on from its slot; None: none does.
+        used: [N] bool, whether a sequence starts from its slot; None: all start from zeros.
         silu: whether act is silu, else the identity.
-        skipped: slot of sequences that are left alone: outputs are their inputs; None: of none.
-        stored: [N] integers, slots of the states behind the tokens, negative: nowhere; None: slot.
+        skipped: slot of padding sequences, whose outputs are their inputs; None: no padding.
+        stored: [N] integers, slots to store the final states in; negative: not stored; None:
+            `slot`.
     """
     count = starts.shape[0] - 1
     history = weight.shape[1] - 1 if states is None else states.shape[2]
@@ -108,8 +109,8 @@ def expect_states(op: str, name: str, states: Tensor | None, weight: Tensor) -> 
 def expect_slots(
     op: str, name: str, slots: Tensor | None, count: int, states: Tensor | None, like: Tensor
 ) -> None:
-    """Raise BadArgument unless slots are [count] int32, each one that there is or negative; or
-    None, with a state for every sequence."""
+    """Raise BadArgument unless slots are [count] int32, each in range or negative; or None, with a
+    state for every sequence."""
     held = 0 if states is None else states.shape[0]
     if slots is not None:
         expect(op, name, slots, (count,), INT32, like)

@@ -1,4 +1,4 @@
-"""Decay and strength of the gated delta rule, for sequences that run in chunks."""
+"""Decay and write strength of the gated delta rule, for sequences that run in chunks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
             dt_bias=call.dt_bias,
             g=g,
             strength=strength,
-            numbers=g.numel(),
+            elements=g.numel(),
             heads=heads,
             a_token=a.stride(0),
             b_token=b.stride(0),

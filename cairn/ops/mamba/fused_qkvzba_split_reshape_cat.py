@@ -1,4 +1,4 @@
-"""What the projection of a gated delta net gives, taken apart."""
+"""Split of the input projections of a gated delta net."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.ops.mamba.launch import in_order
 from cairn.ops.registry import op
 
 BLOCK = 1024
-"""Columns of a program."""
+"""Columns per program."""
 
 
 @op
@@ -25,13 +25,13 @@ def fused_qkvzba_split_reshape_cat(
     head_qk: int,
     head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of columns in groups, one for each key head: [q | k | r values | r z] and [r b | r a], r =
-    num_heads_v / num_heads_qk.
+    """Split projections whose columns are grouped by key head, [q | k | r values | r z] and [r b |
+    r a] with r = num_heads_v / num_heads_qk.
 
     Args:
         mixed_qkvz: [T, 2 * num_heads_qk * head_qk + 2 * num_heads_v * head_v] float32, bfloat16 or
             float16.
-        mixed_ba: [T, 2 * num_heads_v] of the same.
+        mixed_ba: [T, 2 * num_heads_v] of the same dtype.
         num_heads_qk, num_heads_v, head_qk, head_v: heads of keys and of values, and their widths.
     Returns:
         mixed_qkv [T, C], all queries, all keys, all values; z [T, num_heads_v, head_v]; b and a
@@ -61,13 +61,14 @@ def fused_qkvzba_split_reshape_cat_contiguous(
     head_qk: int,
     head_v: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fused_qkvzba_split_reshape_cat` of columns that stand in order: [all q | all k | all values
-    | all z] and [all b | all a].
+    """`fused_qkvzba_split_reshape_cat` for columns that are not grouped: [all q | all k | all
+    values | all z] and [all b | all a].
 
     Args:
-        mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v: as there.
+        mixed_qkvz, mixed_ba, num_heads_qk, num_heads_v, head_qk, head_v: as in
+            `fused_qkvzba_split_reshape_cat`.
     Returns:
-        As there.
+        mixed_qkv, z, b and a, as from `fused_qkvzba_split_reshape_cat`.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

@@ -1,4 +1,5 @@
-"""The gated delta rule with its gates, over the next tokens of every sequence, drafts too."""
+"""The gated delta rule with its gates over the next tokens of every sequence, also for draft
+tokens."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ def fused_sigmoid_gating_delta_rule_update(
     """`chunk_gated_delta_rule` token by token, of g = -e^A_log * softplus(a + dt_bias) and beta =
     sigmoid(b), which are not rounded in between.
 
-    To verify drafts: `disable_state_update` leaves the states as they are, and the state after
-    every step is kept in `intermediate_states_buffer`, so that the accepted one can be taken. In a
-    tree of drafts a step goes on from the state after its parent.
+    For verification of drafts, `disable_state_update` keeps the states unchanged, and the state
+    after every step is written to `intermediate_states_buffer`, from which the accepted one can be
+    taken. In a tree of drafts a step continues from the state after its parent.
 
     Args:
         A_log, dt_bias: [HV]; with `is_kda` dt_bias is [HV, K] or [HV * K].
@@ -57,19 +58,20 @@ def fused_sigmoid_gating_delta_rule_update(
             `chunk_gated_delta_rule`.
         b: [B * T, HV] or [B, T, HV].
         initial_state_source: [slots, HV, V, K] float32, changed; or None.
-        initial_state_indices: [N], as there. A negative slot: from zeros, and nothing is stored.
+        initial_state_indices: [N], as in `chunk_gated_delta_rule`. A negative slot: the sequence
+            starts from zeros and stores nothing.
         is_kda: see `a`.
         disable_state_update: `initial_state_source` is not changed.
         intermediate_states_buffer: [rows, steps, HV, V, K], changed: the state after step j of
             sequence n goes to row intermediate_state_indices[n], step j.
         intermediate_state_indices: [N] int32 or int64; a negative row is not written. None: n.
-        cache_steps: steps of the buffer, to be looked at; None: its own.
-        retrieve_parent_token: [N, steps] int32 or int64, step j starts from the state after this
-            step, which is less than j; a negative one: from the initial state. None: j - 1.
+        cache_steps: number of steps of the buffer, for a check; None: not checked.
+        retrieve_parent_token: [N, steps] int32 or int64, the parent of step j, less than j: step j
+            continues from the state after it; negative: from the initial state. None: j - 1.
     Returns:
         o [B, T, HV, V] of v's dtype.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for slots out of range.
     """
     gates = (A_log, a, dt_bias, softplus_beta, softplus_threshold, b)
     tokens = _tokens(q, k, v, gates, scale, use_qk_l2norm_in_kernel, is_kda)
@@ -97,7 +99,8 @@ def _tokens(
     normalised: bool,
     by_column: bool,
 ) -> Tokens:
-    """Tokens of the op's arguments; gates are A_log, a, dt_bias, the two of softplus, and b."""
+    """`Tokens` from the op's arguments; gates are A_log, a, dt_bias, beta and threshold of
+    softplus, and b."""
     a_log, a, dt_bias, slope, threshold, b = gates
     heads, rows = v.shape[2], v.shape[0] * v.shape[1]
     columns = (q.shape[3],) if by_column else ()
@@ -117,7 +120,7 @@ def _by_draft(
     parents: Tensor | None,
     out: Tensor,
 ) -> None:
-    """`by_token` that keeps the state after every token, and goes on from that of its parent."""
+    """`by_token` that stores the state after every token, and continues from that of its parent."""
     count = len(spans)
     rows = list(range(count)) if kept is None else kept.tolist()
     links = [None] * count if parents is None else parents.tolist()
@@ -234,7 +237,7 @@ def _(call: Call) -> None:
 
 
 def _longest(starts: Tensor | None, tokens: int) -> int:
-    """Tokens of the longest sequence; 0 where that is on a device, and nobody looks."""
+    """Tokens of the longest sequence; 0 where lengths are on a device, to avoid a sync."""
     if starts is None:
         return tokens
     if starts.device.type != "cpu" or starts.shape[0] < 2:
@@ -266,7 +269,7 @@ def _expect_buffer(
 
 
 def _expect_parents(parents: Tensor | None, count: int, steps: int, like: Tensor) -> None:
-    """Raise BadArgument unless parents are [N, steps or more], each before its step."""
+    """Raise BadArgument unless parents are [N, steps or more], each less than its step."""
     if parents is None:
         return
     name = "retrieve_parent_token"

@@ -20,7 +20,7 @@ from cairn.ops.registry import op
 
 NAME = "gated_delta_rule_rows"
 SOFTPLUS = (1.0, 20.0)
-"""Steepness of softplus, and the input from which on it is the identity."""
+"""beta and threshold of softplus."""
 
 
 @op(mutates=("states",))
@@ -40,25 +40,25 @@ def gated_delta_rule_rows(
     first: Tensor,
     longest: int,
 ) -> Tensor:
-    """`fused_sigmoid_gating_delta_rule_update` of sequences of any length, with q and k of length 1
-    and q scaled by K^-1/2.
+    """`fused_sigmoid_gating_delta_rule_update` for sequences of any length, with q and k divided by
+    their l2 norms and q scaled by K^-1/2.
 
-    More than 16 tokens of a sequence are run in chunks of 64 that start at slots that are multiples
-    of 64, so that cutting a prompt at such a slot changes no bit: the tokens after the last
-    multiple are run like a sequence of their own.
+    Sequences of more than 16 tokens run in chunks of 64 that start at slots that are multiples of
+    64, so that cutting a prompt at such a slot does not change a bit: the tokens after the last
+    multiple run like a sequence of their own.
 
     Args:
         A_log, dt_bias: [HV].
-        a, b: [T, HV], of the decay and of the strength.
+        a, b: [T, HV], inputs of the decay and of the write strength.
         q, k: [T, H, K] float32, bfloat16 or float16.
         v: [T, HV, V], HV a multiple of H.
         states: [slots, HV, V, K] float32, changed.
         starts, slots, stored, has_initial_state, longest: as in `causal_conv1d_rows`.
         first: [N] int32, slots of the sequences' first tokens.
     Returns:
-        o [T, HV, V] of v's dtype; 0 behind the last sequence.
+        o [T, HV, V] of v's dtype; 0 after the last sequence.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for slots that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for slots out of range.
     """
     tokens = _tokens(A_log, a, dt_bias, q, k, v, b)
     spans = segments.spans(starts, 1, len(q))

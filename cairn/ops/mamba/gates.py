@@ -1,4 +1,4 @@
-"""Decay and strength of the gated delta rule, out of projections of a token."""
+"""Decay and write strength of the gated delta rule from a token's projections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def log_decay(a_log: Tensor, a: Tensor, dt_bias: Tensor, beta: float, threshold:
 
 
 def strength(b: Tensor) -> Tensor:
-    """sigmoid(b) float32, rounded alike wherever an element stands, as torch's is not."""
+    """sigmoid(b) float32, with the same rounding at every position, unlike torch's vectorised
+    sigmoid."""
     return 1 / (1 + torch.exp(-b.float()))
 
 

@@ -1,4 +1,4 @@
-"""Where the rows of a step begin."""
+"""First tokens of the rows of a step (cu_seqlens)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from cairn.ops.registry import op
 
 NOBODY = -1
 BLOCK = 1024
-"""Tokens that the kernel looks at together."""
+"""Tokens per iteration of the kernel."""
 
 
 @op
 def ragged_rows(row: Tensor, slot: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The sequences of a step, of which the host knows only that they are `most` at most.
+    """The sequences of a step, where the host knows only an upper bound `most` of their number.
 
     Args:
-        row: [T] int64, whose token it is; a row's tokens stand side by side.
-        slot: [T] int64, its place in the row; -1: padding, which stands behind all others.
-        most: N.
+        row: [T] int64, the row of each token; a row's tokens are contiguous.
+        slot: [T] int64, the token's slot in the row; -1: padding, after all others.
+        most: N, the upper bound.
     Returns:
-        starts [N + 1] int32, where rows begin, and behind the last one the end of all; rows [N]
-        int32, -1 behind the last one; slots of their first tokens [N] int32, 0 behind it.
+        starts [N + 1] int32, index of each row's first token, then the end of the last row; rows
+        [N] int32, then -1; slots of the first tokens [N] int32, then 0.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

@@ -1,7 +1,7 @@
 """The gated delta rule (Yang, Kautz and Hatamizadeh 2024), token by token and in chunks.
 
 The state S of a head is [V, K] float32 and zero at the start. A token with query q, key k, value v,
-log decay g <= 0 and strength beta does
+log decay g <= 0 and write strength beta computes
 
     S = e^g S,  u = beta (v - S k),  S = S + u k^T,  o = S q
 
@@ -13,7 +13,7 @@ In chunks of n tokens, with G the running sum of g inside the chunk:
     o = (e^G q) S^T + ((q k^T) * D) N,  S = e^(G_n) S + N^T (e^(G_n - G) k)
 
 Sums of g reach -1500 in a chunk: their differences are taken before the exponential, in float64,
-for in float32 such a difference is known to 1e-4 only.
+because float32 gives such differences to 1e-4 only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 CHUNK = 64
 FEW = 16
-"""Up to this many tokens run token by token, which costs no more than a chunk."""
+"""Up to this many tokens run token by token, which is no slower than a chunk."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Inputs of the rule, all float32.
+    """Inputs of the delta rule, all float32.
 
     Attributes:
         q, k: [T, HV, K], a query and a key for each value head; q is scaled.
@@ -52,8 +52,8 @@ def prepared(
 ) -> Tokens:
     """Tokens of q, k [B, T, H, K], v [B, T, HV, V], g [B * T, HV, 1 or K] and beta [B * T, HV].
 
-    Value head j reads key head j // (HV / H). `normalised`: q and k are divided by their l2 norms,
-    sqrt(sum of squares + 1e-6). scale: of q; None: K^-1/2.
+    Value head j uses key head j // (HV / H). `normalised`: q and k are divided by their l2 norms,
+    sqrt(sum of squares + 1e-6). scale: q is multiplied by it; None: K^-1/2.
     """
     each = v.shape[2] // q.shape[2]
     q, k, v = (x.flatten(0, 1).float() for x in (q, k, v))
@@ -77,9 +77,9 @@ def by_token(tokens: Tokens, state: Tensor, spans: Sequence[range], out: Tensor)
     """Run every sequence n, the tokens spans[n], from state[n].
 
     Args:
-        tokens: of all sequences.
+        tokens: inputs of all sequences.
         state: [N, HV, V, K], changed.
-        spans: [N].
+        spans: [N], token ranges.
         out: [T, HV, V] float32, written where a sequence has tokens.
     """
     order, lengths = _longest_first(spans)
@@ -100,7 +100,7 @@ def by_chunk(tokens: Tokens, state: Tensor, spans: Sequence[range], out: Tensor)
     order, lengths = _longest_first(spans)
     if not order:
         return
-    # Chunk c of sequence i is chunk first[i] + c of all.
+    # Chunk c of sequence i has the global index first[i] + c.
     counts = [-(-length // CHUNK) for length in lengths]
     first = [sum(counts[:i]) for i in range(len(counts))]
     places = [
@@ -146,7 +146,7 @@ class Chunks:
 
     @classmethod
     def of(cls, tokens: Tokens, row: Tensor, inside: Tensor) -> Chunks:
-        """Of the tokens row [C, n]; `inside` [C, n] is false in padding."""
+        """Chunks of the tokens with indices row [C, n]; `inside` [C, n] is false in padding."""
 
         def taken(x: Tensor) -> Tensor:
             return torch.where(inside[..., None, None], x[row], 0).transpose(1, 2)

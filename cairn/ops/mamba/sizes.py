@@ -1,4 +1,4 @@
-"""The gated delta net that ops are timed on: a layer of Qwen3.5-35B-A3B, and a tiny one."""
+"""Benchmark sizes: a gated delta net layer of Qwen3.5-35B-A3B, and a tiny one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cairn.ops.benching import Draw
 
 @dataclass(frozen=True)
 class Net:
-    """Key and value heads, their widths, taps of the convolution, and the steps that are timed."""
+    """Key and value heads, their widths, the convolution's kernel size, and the steps to time."""
 
     key_heads: int
     value_heads: int
@@ -21,7 +21,7 @@ class Net:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 

@@ -1,4 +1,4 @@
-"""Recurrent states in slots: what a sequence starts from, and where it is stored."""
+"""Loads and stores of recurrent states in slots."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def load(
     shape: tuple[int, int, int],
     device: torch.device,
 ) -> Tensor:
-    """States [count, *shape] float32, new memory.
+    """A copy of states [count, *shape] float32.
 
-    A sequence whose slot is negative, or that `used` [count] says has none, starts from zeros,
-    whatever the slot holds: a slot that others had may hold NaN.
+    A sequence whose slot is negative, or whose `used` [count] is False, starts from zeros, whatever
+    its slot holds: a reused slot may hold NaN.
     """
     if pool is None or not count:
         return torch.zeros((count, *shape), dtype=torch.float32, device=device)
@@ -30,7 +30,7 @@ def load(
 
 
 def store(pool: Tensor | None, slots: Tensor | None, state: Tensor) -> None:
-    """Put states [N, ...] into their slots; those of negative slots are dropped."""
+    """Store states [N, ...] in their slots; those with negative slots are dropped."""
     if pool is None:
         return
     if slots is None:
@@ -49,7 +49,8 @@ def expect_pool(
     shape: tuple[int, int, int],
     like: Tensor,
 ) -> None:
-    """Raise BadArgument unless a pool [slots, *shape] float32, or None, has the slots [count]."""
+    """Raise BadArgument unless the pool is [slots, *shape] float32, or None, and slots [count] are
+    in range."""
     if pool is not None:
         expect(op, names[0], pool, (None, *shape), FLOAT32, like)
     held = 0 if pool is None else pool.shape[0]

@@ -9,11 +9,11 @@ CONV_TOKENS, CONV_CHANNELS, CONV_WARPS = 32, 128, 4
 CONV_EACH, CONV_EACH_WARPS = 256, 4
 """Channels and warps of a program of `conv_sequences_kernel`."""
 CHUNK_WARPS = 4
-"""Warps of a program of one chunk."""
+"""Warps per program of `chunk_kernel`."""
 TABLE = 64
-"""Entries of the table of chunks that a program writes."""
+"""Entries of the chunk table per program."""
 BUSY = 128
-"""With at least this many states, larger and fewer programs for each state fill a GPU."""
+"""With at least this many states, fewer and larger programs per state still fill a GPU."""
 
 
 def in_chunks(device: torch.device, dtype: torch.dtype) -> bool:
@@ -23,13 +23,13 @@ def in_chunks(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def recurrent(high: int, wide: int) -> tuple[int, int]:
-    """Rows of the state [high, wide] that a program holds, and its warps: 32 numbers a thread."""
+    """Rows of the state [high, wide] per program, and its warps: 32 elements per thread."""
     rows = min(16, 1 << (high - 1).bit_length())
     return rows, min(8, max(1, rows * wide // 1024))
 
 
 def carry(states: int, high: int) -> tuple[int, int, int]:
-    """Columns of a state [K, high] that a program holds, its warps, and the stages of its loop over
-    chunks: at least 2, for with 1 Triton 3.6 reads shared memory that there is not."""
+    """Columns of a state [K, high] per program, its warps, and the stages of its loop over chunks:
+    at least 2, because with 1 stage Triton 3.6 reads beyond shared memory."""
     most = 64 if states >= BUSY else 32
     return max(16, min(most, 1 << (high - 1).bit_length())), 4, 2

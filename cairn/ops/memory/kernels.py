@@ -12,7 +12,7 @@ def store_rows_kernel(
     k_cache, v_cache, loc, k, v, k_cache_stride, v_cache_stride, k_stride, v_stride,
     k_width, v_width, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """cache[loc[token]] = row of the token, BLOCK numbers of both; a negative loc is skipped. A
+    """cache[loc[token]] = row of the token, BLOCK elements of both; a negative loc is skipped. A
     token has BLOCKS programs."""
     token, part = row_and_part(BLOCKS)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -29,7 +29,7 @@ def take_rows_kernel(
     table, index, out, stride, width,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = table[index[row]], BLOCK numbers of it: a row has BLOCKS programs. PDL: as in
+    """out[row] = table[index[row]], BLOCK elements of it: a row has BLOCKS programs. PDL: as in
     `await_previous`."""
     await_previous(PDL)
     row, part = row_and_part(BLOCKS)

@@ -29,7 +29,7 @@ def set_kv_buffer_kernel(
         k, v: [T, ...] of their cache's dtype and row shape, rows of any stride.
         fallback: of no effect; other libraries choose their kernel by it.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     kept = (loc >= 0).nonzero()[:, 0]
     slots = loc[kept].long()

@@ -1,6 +1,8 @@
-"""Mixtures of experts: which ones a token goes to, its way there and back, and what they do.
+"""Mixtures of experts: routing, sorting of tokens by expert, grouped products, and the weighted
+sum.
 
-What sgl-kernel has in its module `moe` of this is in `cairn.ops.moe` too.
+A (token, expert) pair is an entry of `topk_ids` [T, k]: pair t * k + j is token t with its j-th
+expert. The functions of sgl-kernel's module `moe` are importable from `cairn.ops.moe` too.
 """
 
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum

@@ -1,4 +1,4 @@
-"""How the places of tokens are sorted by expert on a GPU."""
+"""Launch of the kernels that sort (token, expert) pairs by expert."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from cairn.ops.moe.tuning import TUNING
 
 MOST_BUCKETS = 4095
 LEAST_BUCKETS, LEAST_CHUNK = 32, 128
-"""Fewest buckets and places of a program that counts: a bucket for each thread of a warp, and a
-place for each thread of four."""
+"""Fewest buckets, and fewest pairs, of a counting program: one bucket per thread of a warp, one
+pair per thread of four warps."""
 SCALES = 128
-"""The block scales of an expert begin at a row that is a multiple of it."""
+"""The block scales of an expert begin at a row that is a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sorted:
-    """What sorting writes, all int32 and contiguous; see `sort_kernel`.
+    """Outputs of the sort, all int32 and contiguous; see `sort_kernel`.
 
     Attributes:
         order: [rows].
         begins: [buckets + 1].
         used: [1].
         owners: [blocks].
-        inverse: [places].
-        sizes: [buckets, 3] twice, with the widths n and k that they hold.
+        inverse: [pairs].
+        sizes: problem sizes [buckets, 3] of both products, and the widths n and k in them.
         scale_begins: [buckets + 1].
     """
 
@@ -44,7 +44,8 @@ class Sorted:
 
 
 def accepts(ids: Tensor, buckets: int, *written: Tensor | None) -> bool:
-    """Contiguous tensors, and no more buckets than a program counts."""
+    """Whether the kernels can sort these ids: contiguous, with no more buckets than a program
+    counts."""
     dense = all(x is None or x.is_contiguous() for x in (ids, *written))
     return dense and buckets <= MOST_BUCKETS
 
@@ -59,22 +60,22 @@ def sort(
     share: int = 1,
     filled: bool = False,
 ) -> None:
-    """Sort the places of ids [T, k] by bucket.
+    """Sort the pairs of ids [T, k] by bucket.
 
     Args:
         ids: int32 or int64.
-        buckets: how many.
-        into: what is written.
+        buckets: number of buckets.
+        into: the outputs.
         first: bucket of id 0.
-        block: rows that a bucket has a multiple of.
-        share: places are divided by it where they are stored.
-        filled: rows of no place hold the number of places.
+        block: rows of a bucket are padded to a multiple of this.
+        share: pairs are divided by it where they are stored (k gives the token's row).
+        filled: padding rows are filled with the number of pairs.
     """
-    places, padded = ids.numel(), max(LEAST_BUCKETS, gpu.next_power_of_2(buckets + 1))
+    pairs, padded = ids.numel(), max(LEAST_BUCKETS, gpu.next_power_of_2(buckets + 1))
     sizes1, sizes2, n, k = into.sizes or (None, None, 0, 0)
-    of_places: dict[str, Any] = {
+    of_pairs: dict[str, Any] = {
         "ids": ids,
-        "places": places,
+        "pairs": pairs,
         "buckets": buckets,
         "BP": padded,
         "FIRST": first,
@@ -97,15 +98,15 @@ def sort(
         "inverse": into.inverse,
         "share": share,
     }
-    if places > TUNING.sort_places:
-        _sort_chunks(of_places, of_begins, of_rows, filled)
+    if pairs > TUNING.sort_pairs:
+        _sort_chunks(of_pairs, of_begins, of_rows, filled)
         return
-    sort_kernel[(max(1, -(-places // TUNING.sort_rows)),)](
-        **of_places,
+    sort_kernel[(max(1, -(-pairs // TUNING.sort_rows)),)](
+        **of_pairs,
         **of_begins,
         **of_rows,
         room=into.order.shape[0],
-        C=max(LEAST_CHUNK, gpu.next_power_of_2(places)),
+        C=max(LEAST_CHUNK, gpu.next_power_of_2(pairs)),
         ROWS=TUNING.sort_rows,
         FILLED=filled,
         num_warps=8,
@@ -113,16 +114,16 @@ def sort(
 
 
 def _sort_chunks(
-    of_places: dict[str, Any], of_begins: dict[str, Any], of_rows: dict[str, Any], filled: bool
+    of_pairs: dict[str, Any], of_begins: dict[str, Any], of_rows: dict[str, Any], filled: bool
 ) -> None:
-    """`sort_kernel`'s work by several programs: count, add up, place."""
-    ids, padded, pdl = of_places["ids"], of_places["BP"], of_places["PDL"]
+    """The work of `sort_kernel` in three launches of several programs: count, prefix sum, place."""
+    ids, padded, pdl = of_pairs["ids"], of_pairs["BP"], of_pairs["PDL"]
     chunk = TUNING.sort_chunk
-    chunks = -(-of_places["places"] // chunk)
+    chunks = -(-of_pairs["pairs"] // chunk)
     counts = gpu.empty((chunks, padded), torch.int32, ids.device)
     order = of_rows["order"]
     count_kernel[(chunks,)](
-        **of_places,
+        **of_pairs,
         counts=counts,
         order=order,
         room=order.shape[0],
@@ -134,14 +135,14 @@ def _sort_chunks(
         **of_begins,
         counts=counts,
         chunks=chunks,
-        buckets=of_places["buckets"],
+        buckets=of_pairs["buckets"],
         T=max(1, TUNING.sort_counts // padded),
         BP=padded,
         PDL=pdl,
         num_warps=16,
     )
     place_kernel[(chunks,)](
-        **of_places,
+        **of_pairs,
         **of_rows,
         counts=counts,
         begins=of_begins["begins"],

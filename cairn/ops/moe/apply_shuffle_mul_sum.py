@@ -1,4 +1,4 @@
-"""Rows of experts back to their tokens, weighted and added."""
+"""Weighted sum of the expert rows of each token."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def apply_shuffle_mul_sum(
         input: [rows, H] float32, bfloat16 or float16.
         output: [T, H] of its dtype, written.
         permutation: [T * k] int32 or int64.
-        factors: [T * k], or of that many numbers, float32 or input's dtype; None: 1.
+        factors: [T * k], or another shape with as many elements, float32 or input's dtype; None: 1.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for rows that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for rows out of range.
     """
     taken = input[permutation.long()].float()
     if factors is not None:

@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family's ops, for `cairn bench ops`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from cairn.ops.registry import Op
 from cairn.ops.testing import cases_of
 
 ROUTERS = {"full": ((1, 256, 8), (64, 256, 8), (8192, 256, 8)), "tiny": ((1, 16, 2), (5, 16, 2))}
-"""Tokens, experts, and experts that a token chooses, on which routers are timed."""
+"""(tokens, experts, experts per token) of router benchmarks."""
 WIDTH = 2048
-"""Numbers of a token in them."""
+"""Hidden size in these benchmarks."""
 
 
 def routers_of(draw: Draw) -> tuple[tuple[int, int, int], ...]:
-    """Those of a size."""
+    """The routers of the drawn size."""
     return ROUTERS[draw.sizes]
 
 
@@ -57,21 +57,21 @@ LAYERS = {
     "full": ((2048, 512, 256, 8), (2048, 1408, 64, 6)),
     "tiny": ((32, 16, 8, 2),),
 }
-"""Width of a token, width between the two products, experts, and experts that a token chooses."""
+"""(hidden size, intermediate size, experts, experts per token) of a layer."""
 BATCHES = {"full": (1, 64, 8192), "tiny": (1, 5)}
 """Tokens."""
 
 
 def layers_of(draw: Draw) -> list[tuple[int, int, int, int, int]]:
-    """What products of experts are timed on: a layer, and tokens."""
+    """(layer, tokens) of the benchmarks of grouped products."""
     return [(*layer, tokens) for layer in LAYERS[draw.sizes] for tokens in BATCHES[draw.sizes]]
 
 
 @fused_experts.bench
 def _(draw: Draw) -> Points:
     for width, inner, experts, topk, tokens in layers_of(draw):
-        numbers = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
-        codes = tuple(w.to(E4M3) for w in numbers)
+        outputs = draw.randn(experts, 2 * inner, width), draw.randn(experts, width, inner)
+        codes = tuple(w.to(E4M3) for w in outputs)
         scales = {
             "w1_scale": draw.rand(experts, 2 * blocks.count(inner), blocks.count(width)),
             "w2_scale": draw.rand(experts, blocks.count(width), blocks.count(inner)),
@@ -79,7 +79,7 @@ def _(draw: Draw) -> Points:
         x, weights = draw.randn(tokens, width), draw.rand(tokens, topk)
         ids = draw.rand(tokens, experts).argsort(dim=1)[:, :topk].int()
         hit = int(ids.unique().numel())
-        for (w1, w2), given in ((numbers, {}), (codes, scales)):
+        for (w1, w2), given in ((outputs, {}), (codes, scales)):
             yield Point(
                 f"{tokens} x {width} x {inner}, {topk} of {experts}{', float8' if given else ''}",
                 draw.args(x, w1, w2, weights, ids, **given),
@@ -245,7 +245,7 @@ def _(draw: Draw) -> Points:
 
 
 def _on_a_case(op: Op[..., Any]) -> None:
-    """Time an op that no model here runs on its first case."""
+    """Register a benchmark of an op that no supported model uses: its first test case."""
 
     @op.bench
     def _(draw: Draw) -> Points:

@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _(make: Make) -> Cases:
         given = {"w1_scale": first, "w2_scale": second}
         yield make.args(x, w1, w2, make.rand(tokens, 2), ids, **given)
     if make.device != "cpu":
-        # As many rows of an expert as large tiles have.
+        # As many rows per expert as large tiles have.
         x, ids = make.randn(500, 256, dtype=torch.bfloat16), make.randint(0, 3, 500, 2)
         w1 = make.randn(3, 2 * 136, 256, dtype=torch.bfloat16, scale=0.06)
         w2 = make.randn(3, 256, 136, dtype=torch.bfloat16, scale=0.08)
@@ -76,8 +76,8 @@ def _(make: Make) -> Cases:
 def codes_in_blocks(
     make: Make, experts: int, parts: int, rows: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Matrices [experts, parts * rows, width] in e4m3, and the scales of their blocks: of a product
-    with normal numbers the variance is about 1."""
+    """e4m3 matrices [experts, parts * rows, width] and their block scales, such that products with
+    standard normal rows have a variance of about 1."""
     codes = make.randn(experts, parts * rows, width, scale=60.0).to(E4M3)
     shape = (experts, parts * blocks.count(rows), blocks.count(width))
     return codes, (0.5 + make.rand(*shape)) / 60.0 * width**-0.5
@@ -116,7 +116,7 @@ def _(make: Make) -> Cases:
 
 
 def aligned_inputs(make: Make, ids: Tensor, experts: int, block: int, pad: bool) -> Arguments:
-    """Arguments of `moe_align_block_size`, its outputs as small as they may be."""
+    """Arguments of `moe_align_block_size`, with outputs of the smallest allowed size."""
     most = ids.numel() + (experts + 1) * (block - 1)
     return make.args(
         ids,
@@ -222,7 +222,7 @@ def _(make: Make) -> Cases:
     for dtype in (torch.float32, torch.bfloat16):
         yield make.args(*outputs(7, 3), make.randn(7, 12, dtype=dtype))
         yield make.args(*outputs(5, 8), make.randn(5, 60, dtype=dtype), True, 5.0, make.randn(60))
-    # Many equals.
+    # Many ties.
     yield make.args(*outputs(9, 4), make.randint(0, 3, 9, 16).float(), True)
     yield make.args(*outputs(0, 2), make.randn(0, 8))
     x = make.randn(5, 13)
@@ -232,17 +232,17 @@ def _(make: Make) -> Cases:
 
 @fp8_blockwise_scaled_grouped_mm.cases
 def _(make: Make) -> Cases:
-    for counts, width, numbers, dtype in (
+    for counts, width, outputs, dtype in (
         ((3, 0, 5), 128, 48, torch.float32),
         ((1, 20), 160, 136, torch.float32),
         ((150, 0, 90, 130), 256, 144, torch.bfloat16),
     ):
         experts, rows = len(counts), sum(counts) + 2
-        weight, scale = codes_in_blocks(make, experts, 1, numbers, width)
+        weight, scale = codes_in_blocks(make, experts, 1, outputs, width)
         x, own = blocks.quantized(make.randn(rows, width))
-        sizes = make.tensor([(m, numbers, width) for m in counts], dtype=torch.int32)
+        sizes = make.tensor([(m, outputs, width) for m in counts], dtype=torch.int32)
         ends = make.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        out = make.empty(rows, numbers, dtype=dtype)
+        out = make.empty(rows, outputs, dtype=dtype)
         yield make.args(
             out,
             None,
@@ -278,7 +278,7 @@ def _(make: Make) -> Cases:
 
 
 def _sizes(make: Make, counts: tuple[int, ...], n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Sizes [E, 3] and first rows [E] of experts with so many rows."""
+    """problem_sizes [E, 3] and first rows [E] of experts with `counts` rows."""
     sizes = make.tensor([(m, n, k) for m in counts], dtype=torch.int32)
     ends = make.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return sizes, ends - sizes[:, 0]

@@ -1,4 +1,4 @@
-"""Grouped products of e4m3 rows with weights of 4 bits, by sgl-kernel's names."""
+"""Grouped products of e4m3 rows with 4-bit weights, under sgl-kernel's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.ops.registry import op
 
 GROUP = 128
 TOGETHER = 4
-"""Groups whose scales lie side by side, if the number of groups is a multiple of it."""
+"""Number of groups whose scales are interleaved, if the number of groups is a multiple of it."""
 
 
 @op(mutates=WRITTEN[:-1])
@@ -29,12 +29,12 @@ def get_cutlass_w4a8_moe_mm_data(
     n: int,
     k: int,
 ) -> None:
-    """`prepare_moe_input` with sizes in the order of a product whose left side is the weight:
-    (2n, rows, k) and (k, rows, n).
+    """`prepare_moe_input` with problem sizes for products whose left operand is the weight: (2n,
+    rows, k) and (k, rows, n).
 
     Args:
-        topk_ids, expert_offsets, input_permutation, output_permutation, num_experts, n, k: as
-            there.
+        topk_ids, expert_offsets, input_permutation, output_permutation, num_experts, n, k: as in
+            `prepare_moe_input`.
         problem_sizes1, problem_sizes2: [num_experts, 3] int32, written.
     Raises:
         BadArgument: for another shape, dtype or device.
@@ -71,31 +71,31 @@ def cutlass_w4a8_moe_mm(
     topk: int = 8,
 ) -> None:
     """d[o : o + m] = a[o : o + m] @ w[e].T * a_scales for each expert e, in float32, rounded once,
-    o = experts_offsets[e] and m = problem_sizes[e, 1]. Rows of no expert are left as they are.
+    o = experts_offsets[e] and m = problem_sizes[e, 1]. Rows of no expert are not changed.
 
     Args:
         d: [R, N] float32, bfloat16 or float16, written.
         a: [R, K] float8_e4m3fn, K a multiple of 128.
-        b: [E, N, K / 2] int8: pairs of signed numbers of 4 bits, the first in the low half.
+        b: [E, N, K / 2] int8: pairs of signed 4-bit integers, the first in the low nibble.
         a_scales: one float32.
         b_scales: [E, G / s, N * s] float32, bfloat16 or float16, of G = K / 128 groups, s = 4 if G
-            is a multiple of 4, else 1: that of group g of row n lies at [g // s, n * s + g % s].
+            is a multiple of 4, else 1: the scale of group g of row n is at [g // s, n * s + g % s].
         experts_offsets: [E] int32, or [E + 1].
-        problem_sizes: [E, 3] int32: (n, m, k) of each expert, of which m counts.
-        a_strides, b_strides, d_strides, s_strides, topk: without effect; strides may be None.
-        chunk_size: of a group: 128.
+        problem_sizes: [E, 3] int32: (n, m, k) of each expert; only m is read.
+        a_strides, b_strides, d_strides, s_strides, topk: ignored; strides may be None.
+        chunk_size: group size, 128.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
-    x, (numbers, half) = a.float(), b.shape[1:]
+    x, (outputs, half) = a.float(), b.shape[1:]
     groups = 2 * half // GROUP
     scales = (
-        b_scales.float().unflatten(2, (numbers, -1)).transpose(1, 2).reshape(-1, numbers, groups)
+        b_scales.float().unflatten(2, (outputs, -1)).transpose(1, 2).reshape(-1, outputs, groups)
     )
 
     def matrix(expert: int) -> Tensor:
         pairs = b[expert].int()
-        # The low half, and the high one, with their signs.
+        # The low nibble and the high nibble, sign-extended.
         both = torch.stack(((pairs << 28) >> 28, pairs >> 4), dim=-1).flatten(1)
         factor = scales[expert].repeat_interleave(GROUP, dim=1) * a_scales.reshape(())
         return (both.float() * factor).t()
@@ -127,20 +127,20 @@ def _(call: Call) -> None:
 def _(call: Call) -> None:
     name, d = "cutlass_w4a8_moe_mm", call.d
     expect(name, "d", d, 2, FLOATS)
-    rows, numbers = d.shape
+    rows, outputs = d.shape
     expect(name, "a", call.a, (rows, None), (E4M3,), d)
     width = call.a.shape[1]
     if call.chunk_size != GROUP:
         refuse(name, "chunk_size", f"is {call.chunk_size}, not {GROUP}")
     if not width or width % GROUP:
         refuse(name, "a", f"has {width} columns, not a multiple of {GROUP}")
-    expect(name, "b", call.b, (None, numbers, width // 2), (torch.int8,), d)
+    expect(name, "b", call.b, (None, outputs, width // 2), (torch.int8,), d)
     experts, groups = call.b.shape[0], width // GROUP
     expect(name, "a_scales", call.a_scales, dtypes=(torch.float32,), like=d)
     if call.a_scales.numel() != 1:
         refuse(name, "a_scales", f"has shape {list(call.a_scales.shape)}, not one number")
     together = TOGETHER if groups % TOGETHER == 0 else 1
-    shape = (experts, groups // together, numbers * together)
+    shape = (experts, groups // together, outputs * together)
     expect(name, "b_scales", call.b_scales, shape, FLOATS, d)
     expect(name, "problem_sizes", call.problem_sizes, (experts, 3), INT32, d)
     expect(name, "experts_offsets", call.experts_offsets, 1, INT32, d)

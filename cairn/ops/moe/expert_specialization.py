@@ -1,5 +1,5 @@
-"""Grouped products of sgl-kernel's expert specialization: fp8 in blocks, and MXFP8 (OCP
-microscaling formats: e4m3 in blocks of 32, each with a power of two)."""
+"""Grouped products under the names of sgl-kernel's expert specialization: block-wise fp8, and MXFP8
+(OCP microscaling formats: e4m3 with a power-of-two scale per 32 elements)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WITHOUT_EFFECT: dict[str, Any] = dict.fromkeys(
         *("stride_c", "layout_sfa", "layout_sfb", "workspace"),
     )
 )
-"""Arguments of `fp8_blockwise_scaled_grouped_mm` that it reads, and those that it does not."""
+"""Arguments of `fp8_blockwise_scaled_grouped_mm` that it reads, and those that it ignores."""
 
 
 @op(mutates=("output",))
@@ -46,8 +46,9 @@ def es_fp8_blockwise_scaled_grouped_mm(
     """`fp8_blockwise_scaled_grouped_mm` with fewer arguments.
 
     Args:
-        output, a, b, scales_a, scales_b, problem_sizes, expert_offsets: as there.
-        stride_a, stride_b, stride_d, workspace: without effect; may be None.
+        output, a, b, scales_a, scales_b, problem_sizes, expert_offsets: as in
+            `fp8_blockwise_scaled_grouped_mm`.
+        stride_a, stride_b, stride_d, workspace: ignored; may be None.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -96,18 +97,18 @@ def es_sm100_mxfp8_blockscaled_grouped_quant(
     quant_output: Tensor,
     scale_factor: Tensor,
 ) -> None:
-    """Rows sorted by expert in MXFP8: of every 32 numbers 2^e is the least power of two that is not
-    below max |x| / 448, and codes are e4m3(x / 2^e). Rows of no expert are left as they are.
+    """Quantise rows, sorted by expert, to MXFP8: every 32 elements share a scale 2^e, max |x| / 448
+    rounded up to a power of two, and codes are e4m3(x / 2^e). Rows of no expert are not changed.
 
     Args:
         input: [R, K] float32, bfloat16 or float16, K a multiple of 32.
-        problem_sizes: [E, 3] int32: (m, n, k) of each expert, of which m counts.
+        problem_sizes: [E, 3] int32: (m, n, k) of each expert; only m is read.
         expert_offsets: [E] int32, or [E + 1]: the first row of each expert.
         blockscale_offsets: [E] int32, or [E + 1]: the row of its first scale, a multiple of 128.
         quant_output: [R, K] float8_e4m3fn, written.
         scale_factor: [R', S'] uint8, written: e + 127 in the tiles of
-            `cairn.ops.quantization.nvfp4`; R' is a multiple of 128, S' K / 32 rounded up to one of
-            4.
+            `cairn.ops.quantization.nvfp4`; R' is a multiple of 128, S' is K / 32 rounded up to a
+            multiple of 4.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -123,7 +124,7 @@ def es_sm100_mxfp8_blockscaled_grouped_quant(
     place = torch.arange(rows, device=input.device) - expert_offsets.long()[at]
     place = torch.where(owned, place + blockscale_offsets.long()[at], height)
     laid = nvfp4.untiled(scale_factor, height, across)
-    # One row more takes what belongs to no expert.
+    # One extra row collects writes of rows without an expert.
     laid = torch.nn.functional.pad(laid, (0, 0, 0, 1))
     columns = torch.nn.functional.pad(scale, (0, across - scale.shape[1]))
     laid = laid.index_copy(0, place, columns)
@@ -142,28 +143,29 @@ def es_sm100_mxfp8_blockscaled_grouped_mm(
     blockscale_offsets: Tensor,
 ) -> None:
     """Products of rows in MXFP8, sorted by expert, with the matrices of their experts, in float32,
-    rounded once. Rows of no expert are left as they are.
+    rounded once. Rows of no expert are not changed.
 
     Args:
         output: [R, N] float32, bfloat16 or float16, written.
         a: [R, K] float8_e4m3fn, K a multiple of 32.
         b: [E, K, N] float8_e4m3fn.
-        sfa: [R', S'] uint8 or float8_e8m0fnu, as `es_sm100_mxfp8_blockscaled_grouped_quant` writes
-            it.
+        sfa: [R', S'] uint8 or float8_e8m0fnu, as written by
+            `es_sm100_mxfp8_blockscaled_grouped_quant`.
         sfb: [E, S', N'], a view of tiles [E, N', S'] of the matrices' scales.
-        problem_sizes, expert_offsets, blockscale_offsets: as there.
+        problem_sizes, expert_offsets, blockscale_offsets: as in
+            `es_sm100_mxfp8_blockscaled_grouped_quant`.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
     rows, width = a.shape
-    across, numbers = width // BLOCK, b.shape[2]
+    across, outputs = width // BLOCK, b.shape[2]
     owner = owners(expert_offsets, problem_sizes[:, 0], rows)
     at = owner.clamp(min=0)
     place = torch.arange(rows, device=a.device) - expert_offsets.long()[at]
     place = (place + blockscale_offsets.long()[at]).clamp(0, max(sfa.shape[0] - 1, 0))
     own = nvfp4.untiled(sfa.view(torch.uint8), sfa.shape[0], across)[place]
     x = a.float() * e8m0.decode(own).repeat_interleave(BLOCK, dim=1)
-    scales = nvfp4.untiled(sfb.view(torch.uint8).transpose(1, 2).contiguous(), numbers, across)
+    scales = nvfp4.untiled(sfb.view(torch.uint8).transpose(1, 2).contiguous(), outputs, across)
 
     def matrix(expert: int) -> Tensor:
         factor = e8m0.decode(scales[expert]).repeat_interleave(BLOCK, dim=1)
@@ -213,9 +215,9 @@ def _(call: Call) -> None:
     rows, across = _expect_blocks(name, "a", a)
     experts = _check_experts(name, call, a)
     expect(name, "b", call.b, (experts, a.shape[1], None), (E4M3,), a)
-    numbers = call.b.shape[2]
-    expect(name, "output", call.output, (rows, numbers), FLOATS, a)
+    outputs = call.b.shape[2]
+    expect(name, "output", call.output, (rows, outputs), FLOATS, a)
     expect(name, "sfa", call.sfa, (None, across), SCALES, a, -1)
     _expect_tiles(name, "sfa", call.sfa.shape[0])
-    tall = nvfp4.padded(numbers, 0)[0]
+    tall = nvfp4.padded(outputs, 0)[0]
     expect(name, "sfb", call.sfb, (experts, across, tall), SCALES, a)

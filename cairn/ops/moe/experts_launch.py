@@ -1,4 +1,4 @@
-"""How grouped products, and the experts that consist of two of them, are launched."""
+"""Launch of grouped products, and of fused experts, which are two of them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from cairn.ops.quantization.codes import E4M3, E4M3_MAX
 
 RULE = quantization.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", EPS, inverse=True)
 MOST_EXPERTS = align_launch.MOST_BUCKETS + 1
-"""Largest number of experts for rows that are sorted by expert already."""
+"""Most experts for rows that are already sorted by expert."""
 _ALIGNED = 16
-"""TMA copies from matrices whose address and row stride are multiples of so many bytes."""
+"""TMA needs addresses and row strides that are multiples of this many bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scaled:
-    """Numbers, or codes with their scales.
+    """A tensor, or e4m3 codes with their scales.
 
     Attributes:
         x: [R, K], or matrices [E, N, K].
         scale: [R, K / 128], or [E, blocks of rows, blocks of columns], float32, any strides; None:
-            x holds numbers.
+            x is not quantised.
     """
 
     x: Tensor
@@ -39,19 +39,19 @@ class Scaled:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Of the last two axes of the scales."""
+        """Strides of the last two axes of the scales."""
         return (0, 0) if self.scale is None else (self.scale.stride(-2), self.scale.stride(-1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows by expert, in tiles; see `experts_kernel`.
+    """Rows grouped by expert in tiles; see `experts_kernel`.
 
     Attributes:
-        count: rows, and tiles: both at most.
-        owners: [tiles] the expert of each tile; None: there is one.
-        order, used, begins, ends, sizes, places, share: see there.
-        gathered, scattered, single: see there.
+        count, tiles: upper bounds of the numbers of rows and tiles.
+        owners: [tiles], the expert of each tile; None: there is one expert.
+        order, used, begins, ends, sizes, pairs, share: arguments of `experts_kernel`.
+        gathered, scattered, single: likewise.
     """
 
     count: int
@@ -62,7 +62,7 @@ class Rows:
     begins: Tensor | None = None
     ends: Tensor | None = None
     sizes: Tensor | None = None
-    places: int = 0
+    pairs: int = 0
     share: int = 1
     gathered: bool = False
     scattered: bool = False
@@ -70,8 +70,8 @@ class Rows:
 
 
 def multiplies_fp8(x: Tensor, block: tuple[int, int]) -> bool:
-    """Whether kernels multiply rows x, in 16 bits, with matrices in e4m3 whose blocks have so many
-    rows and columns, on tensor cores."""
+    """Whether the kernels multiply 16-bit rows x with e4m3 matrices of this block size on tensor
+    cores."""
     fast = gpu.AVAILABLE and gpu.knows_e4m3(x.device) and x.dtype != torch.float32
     return fast and block == (GROUP, GROUP)
 
@@ -88,16 +88,16 @@ def multiply(
     """`experts_kernel`: rows of a with the matrices of their experts.
 
     Args:
-        a: [any, K] with a row's numbers side by side. Those without scales are quantised by every
-            program where w has some.
-        w: [E, N, K] contiguous, or [E, 2N, K] of a kind.
+        a: [any, K] with a row's elements side by side. Rows without scales are quantised by every
+            program where w has scales.
+        w: [E, N, K] contiguous, or [E, 2N, K] with a `kind`.
         out: [any, N].
-        rows, tile: which row has which expert, and what a program computes.
-        kind, limit: the activation, "" for none, and its limit, see `fused_experts`; 0: none.
+        rows, tile: the expert of each row, and the tile sizes of a program.
+        kind, limit: the activation ("" for none) and swiglu_limit (0 for none) of `fused_experts`.
     """
     _, lines, width = w.x.shape
-    numbers = out.x.shape[1]
-    columns = -(-numbers // tile.columns)
+    outputs = out.x.shape[1]
+    columns = -(-outputs // tile.columns)
     if not rows.tiles:
         return
     table = tile.table and _is_table(w.x)
@@ -118,9 +118,9 @@ def multiply(
         sizes=rows.sizes,
         size_stride=0 if rows.sizes is None else rows.sizes.stride(0),
         experts=len(w.x),
-        places=rows.places,
+        pairs=rows.pairs,
         share=rows.share,
-        numbers=numbers,
+        outputs=outputs,
         width=width,
         rows=lines,
         a_stride=a.x.stride(0),
@@ -161,16 +161,16 @@ def multiply(
 def _multiply_row(x: Tensor, w: Scaled, out: Tensor) -> None:
     """`vector_kernel`: x [1, K] with a matrix [1, N, K] into out [1, N]."""
     assert w.scale is not None
-    _, numbers, width = w.x.shape
+    _, outputs, width = w.x.shape
     blocks = width // GROUP
     padded = gpu.next_power_of_2(blocks)
     each = max(1, TUNING.vector_bytes // (padded * GROUP))
-    vector_kernel[(-(-numbers // each),)](
+    vector_kernel[(-(-outputs // each),)](
         x=x,
         w=w.x,
         w_scale=w.scale,
         out=out,
-        numbers=numbers,
+        outputs=outputs,
         width=width,
         w_scale_row=w.strides[0],
         BN=each,
@@ -202,45 +202,46 @@ def _table(w: Tensor, tile: Tile) -> object:
 
 
 def tiles_for(w: Scaled, mean: float) -> tuple[Tile, Tile]:
-    """Tiles of an expert's two products, with so many rows of an expert on the average."""
+    """Tiles of an expert's two products for a mean of `mean` rows per expert."""
     table = TUNING.tiles["8" if w.scale is not None else str(8 * w.x.element_size())]
     return next((pair[1:] for pair in table if mean <= pair[0]), table[-1][1:])
 
 
-def spread(tile: Tile, tiles: int, numbers: int, device: torch.device) -> Tile:
-    """A tile of few rows with fewer columns, where so many tiles of rows and results [.., numbers]
-    would not give every multiprocessor a program."""
+def spread(tile: Tile, tiles: int, outputs: int, device: torch.device) -> Tile:
+    """The tile, with fewer columns if it has few rows and `tiles` tiles of rows with results [..,
+    outputs] would leave multiprocessors without a program."""
     columns = tile.columns
     if tile.rows <= TUNING.fewest_rows:
         wanted = gpu.processors(device)
-        while columns > TUNING.fewest_columns and tiles * -(-numbers // columns) < wanted:
+        while columns > TUNING.fewest_columns and tiles * -(-outputs // columns) < wanted:
             columns //= 2
     return tile._replace(columns=columns)
 
 
 def quantized(x: Tensor) -> Scaled:
-    """Rows [R, K] as codes with a scale for every 128 numbers; K is a multiple of 128."""
+    """Rows [R, K] as codes with a scale for every 128 elements; K is a multiple of 128."""
     rows, width = x.shape
     codes = gpu.empty((rows, width), E4M3, x.device)
-    # Scales of neighbouring rows lie side by side: a tile reads them together.
+    # Scales are stored column-major: a tile reads those of adjacent rows together.
     scale = gpu.empty((width // GROUP, rows), torch.float32, x.device).t()
     quantization.quantize(x, codes, scale, GROUP, RULE)
     return Scaled(codes, scale)
 
 
 def coded(x: Tensor, tile: Tile) -> Scaled:
-    """Rows [R, K] for products in fp8: quantised, or as they are where `experts_kernel` does it:
-    of short rows in small tiles that takes less time than another launch."""
+    """Rows [R, K] for fp8 products: quantised, or unquantised for short rows in small tiles, which
+    `experts_kernel` quantises itself because that is faster than another launch."""
     few = tile.rows <= TUNING.fewest_rows and x.shape[1] <= TUNING.quantized_inside
     return Scaled(x) if few else quantized(x)
 
 
 def grouped(ids: Tensor, experts: int, tile: Tile) -> Rows:
-    """Places of ids [T, k] by expert, in tiles of rows; few ones have a tile each."""
-    places, share = ids.numel(), ids.shape[1]
-    if places <= TUNING.single_places:
-        return Rows(places, places, ids, places=places, share=share, single=True)
-    tiles = min(places, (places + experts * (tile.rows - 1)) // tile.rows)
+    """The pairs of ids [T, k] grouped by expert in tiles of rows; a small number of pairs get one
+    tile each."""
+    pairs, share = ids.numel(), ids.shape[1]
+    if pairs <= TUNING.single_pairs:
+        return Rows(pairs, pairs, ids, pairs=pairs, share=share, single=True)
+    tiles = min(pairs, (pairs + experts * (tile.rows - 1)) // tile.rows)
     device = ids.device
     order = gpu.empty((tiles * tile.rows,), torch.int32, device)
     begins = gpu.empty((experts + 1,), torch.int32, device)
@@ -249,12 +250,12 @@ def grouped(ids: Tensor, experts: int, tile: Tile) -> Rows:
     into = align_launch.Sorted(order, begins, used, owners)
     align_launch.sort(ids, experts, into, block=tile.rows, filled=True)
     count = tiles * tile.rows
-    return Rows(count, tiles, owners, order, used, places=places, share=share)
+    return Rows(count, tiles, owners, order, used, pairs=pairs, share=share)
 
 
 def multiply_all(a: Scaled, w: Scaled, out: Tensor) -> Tensor:
-    """Rows of a [M, K] with one matrix [1, N, K] in e4m3, into out [M, N]. Rows without scales are
-    quantised; K is a multiple of 128."""
+    """Multiply rows of a [M, K] with one e4m3 matrix [1, N, K] into out [M, N]. Rows without scales
+    are quantised; K is a multiple of 128."""
     count = a.x.shape[0]
     tile = tiles_for(w, count)[1]
     if a.scale is None:
@@ -269,17 +270,17 @@ def multiply_all(a: Scaled, w: Scaled, out: Tensor) -> Tensor:
 
 
 def multiply_sorted(a: Scaled, w: Scaled, out: Tensor, sizes: Tensor, offsets: Tensor) -> None:
-    """Rows of a [R, K], sorted by expert, with matrices [E, N, K], into out [R, N].
+    """Multiply rows of a [R, K], sorted by expert, with the matrices [E, N, K] into out [R, N].
 
     Args:
-        sizes: [E, 3] int32, rows of each expert first.
-        offsets: [E] int32, its first row.
+        sizes: [E, 3] int32; the first column is the number of rows of each expert.
+        offsets: [E] int32, first row of each expert.
     """
     count, experts = a.x.shape[0], w.x.shape[0]
     if not count or not experts:
         return
     tile, device = tiles_for(w, count / experts)[1], a.x.device
-    if count <= TUNING.single_places:
+    if count <= TUNING.single_pairs:
         rows = Rows(count, count, begins=offsets, sizes=sizes, single=True)
         multiply(a, w, Scaled(out), rows, spread(tile, count, out.shape[1], device))
         return
@@ -314,12 +315,12 @@ def run_experts(
     factor: float = 1.0,
     limit: float = 0.0,
 ) -> Tensor:
-    """What `fused_experts` says, of x [T, K], weights and ids [T, k]. With scales K and N are
-    multiples of 128."""
+    """`fused_experts` of x [T, K], weights and ids [T, k]. With scales K and N are multiples of
+    128."""
     tokens, width = x.shape
     experts, doubled, _ = w1.x.shape
-    places, inner = ids.numel(), doubled // 2
-    first, second = tiles_for(w1, places / experts)
+    pairs, inner = ids.numel(), doubled // 2
+    first, second = tiles_for(w1, pairs / experts)
     rows = grouped(ids, experts, first)
     first = spread(first, rows.tiles, inner, x.device)
     second = spread(second, rows.tiles, width, x.device)
@@ -334,7 +335,7 @@ def run_experts(
     multiply(a, w1, between, replace(rows, gathered=True), first, kind, limit)
     if scaled and not with_scales:
         between = coded(between.x, second)
-    y = gpu.empty((places, width), x.dtype, x.device)
+    y = gpu.empty((pairs, width), x.dtype, x.device)
     multiply(between, w2, Scaled(y), replace(rows, scattered=True), second)
     out = gpu.empty((tokens, width), x.dtype, x.device)
     return rows_launch.sum_rows(y, out, ids.shape[1], factor, weights=weights, ids=ids)

@@ -1,5 +1,5 @@
-"""Products in NVFP4 (`cairn.ops.quantization.nvfp4`), computed from the numbers that codes stand
-for: tensor cores for them are Blackwell's."""
+"""Products in NVFP4 (`cairn.ops.quantization.nvfp4`), computed from dequantised operands: only
+Blackwell has tensor cores for NVFP4."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ def cutlass_scaled_fp4_mm(
     alpha: Tensor,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """alpha * x @ w.T in float32, rounded once, of the numbers that codes and block scales stand
-    for.
+    """alpha * x @ w.T in float32, rounded once, where x and w are the dequantised a and b.
 
     Args:
         a: [M, K / 2] uint8, pairs of codes; K a multiple of 16.
         b: [N, K / 2] uint8.
-        block_scale_a, block_scale_b: [M', S'], [N', S'] float8_e4m3fn in tiles, as
-            `scaled_fp4_quant` gives them.
-        alpha: one float32, usually one over the product of both global scales.
+        block_scale_a, block_scale_b: [M', S'], [N', S'] float8_e4m3fn in tiles, as from
+            `scaled_fp4_quant`.
+        alpha: one float32, usually the inverse of the product of both global scales.
         out_dtype: float32, bfloat16 or float16.
     Returns:
         [M, N].
     Raises:
         BadArgument: for another shape, dtype or device.
     """
-    x, w = _numbers(a, block_scale_a), _numbers(b, block_scale_b)
+    x, w = _values(a, block_scale_a), _values(b, block_scale_b)
     return (x @ w.t() * alpha.reshape(())).to(out_dtype)
 
 
@@ -70,7 +69,7 @@ def fp4_group_mm(
     x = nvfp4.unpacked(a_fp4) * scale.repeat_interleave(nvfp4.BLOCK, dim=1)
 
     def matrix(expert: int) -> Tensor:
-        return _numbers(b_fp4[expert], b_blockscale[expert]).t() * alphas[expert]
+        return _values(b_fp4[expert], b_blockscale[expert]).t() * alphas[expert]
 
     out = torch.zeros(rows, b_fp4.shape[1], dtype=out_dtype, device=a_fp4.device)
     return products(out, x, owner, matrix, b_fp4.shape[0])
@@ -91,16 +90,17 @@ def cutlass_fp4_group_mm(
     Args:
         a_fp4: [R, K / 2] uint8, rows sorted by expert.
         b_fp4: [E, N, K / 2] uint8.
-        a_blockscale: [R', S'] float8_e4m3fn in tiles, as `scaled_fp4_experts_quant` gives them.
+        a_blockscale: [R', S'] float8_e4m3fn in tiles, as from `scaled_fp4_experts_quant`.
         b_blockscale: [E, N', S'] float8_e4m3fn in tiles.
         alphas: [E] float32.
         out_dtype: float32, bfloat16 or float16.
-        params: "problem_sizes" [E, 3] int32, of which the first number counts, "expert_offsets" and
-            "blockscale_offsets" [E] or [E + 1] int32; others have no effect.
+        params: "problem_sizes" [E, 3] int32, of which only the first column is read,
+            "expert_offsets" and "blockscale_offsets" [E] or [E + 1] int32; other entries are
+            ignored.
     Returns:
         [R, N]; rows of no expert are 0.
     Raises:
-        BadArgument: for another shape, dtype or device, or a parameter that is missing.
+        BadArgument: for another shape, dtype or device, or a missing parameter.
     """
     name = "cutlass_fp4_group_mm"
     if not isinstance(params, Mapping):
@@ -112,7 +112,7 @@ def cutlass_fp4_group_mm(
     return fp4_group_mm(a_fp4, b_fp4, a_blockscale, b_blockscale, alphas, out_dtype, *sizes)
 
 
-def _numbers(pairs: Tensor, stored: Tensor) -> Tensor:
+def _values(pairs: Tensor, stored: Tensor) -> Tensor:
     """float32 [M, K] of codes [M, K / 2] and scales in tiles."""
     rows, half = pairs.shape
     scale = nvfp4.untiled(stored, rows, 2 * half // nvfp4.BLOCK).float()
@@ -153,8 +153,8 @@ def _(call: Call) -> None:
     name, a, b = "cutlass_fp4_group_mm", call.a_fp4, call.b_fp4
     _expect_codes(name, "a_fp4", a, (None, None))
     expect(name, "b_fp4", b, (None, None, a.shape[1]), BYTES, a)
-    experts, numbers, _ = b.shape
-    tall, across = nvfp4.padded(numbers, 2 * a.shape[1] // nvfp4.BLOCK)
+    experts, outputs, _ = b.shape
+    tall, across = nvfp4.padded(outputs, 2 * a.shape[1] // nvfp4.BLOCK)
     expect(name, "a_blockscale", call.a_blockscale, (None, across), (E4M3,), a, -1)
     if call.a_blockscale.shape[0] % nvfp4.TILE_ROWS:
         refuse(name, "a_blockscale", f"has shape {list(call.a_blockscale.shape)}, no whole tiles")

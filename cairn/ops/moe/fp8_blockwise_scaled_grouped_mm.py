@@ -1,4 +1,4 @@
-"""Products of rows in e4m3, sorted by expert, with the matrices of their experts."""
+"""Grouped fp8 products: e4m3 rows, sorted by expert, with the matrices of their experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fp8_blockwise_scaled_grouped_mm(
     workspace: Tensor | None,
 ) -> None:
     """output[o : o + m] = `fp8_blockwise_scaled_mm` of a[o : o + m] and b[e] for each expert e,
-    where o = expert_offsets[e] and m = problem_sizes[e, 0]. Rows of no expert are left as they are.
+    where o = expert_offsets[e] and m = problem_sizes[e, 0]. Rows of no expert are not changed.
 
     Args:
         output: [R, N] float32, bfloat16 or float16, written.
@@ -46,10 +46,10 @@ def fp8_blockwise_scaled_grouped_mm(
         b: [E, K, N] float8_e4m3fn.
         scales_a: [R, ceil(K / 128)] float32, any strides.
         scales_b: [E, ceil(K / 128), ceil(N / 128)] float32, any strides.
-        problem_sizes: [E, 3] int32: (m, n, k) of each expert, of which m counts.
+        problem_sizes: [E, 3] int32: (m, n, k) of each expert; only m is read.
         expert_offsets: [E] int32, or [E + 1]: the first row of each expert.
         a_ptrs, b_ptrs, out_ptrs, a_scales_ptrs, b_scales_ptrs, stride_a, stride_b, stride_c,
-            layout_sfa, layout_sfb, workspace: without effect; may be None.
+        layout_sfa, layout_sfb, workspace: ignored; may be None.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -71,9 +71,9 @@ def _(call: Call) -> None:
     expect(NAME, "a", call.a, 2, (E4M3,), call.output)
     rows, width = call.a.shape
     expect(NAME, "b", call.b, (None, width, None), (E4M3,), call.output)
-    experts, _, numbers = call.b.shape
-    across, down = blocks.count(width), blocks.count(numbers)
-    expect(NAME, "output", call.output, (rows, numbers), FLOATS)
+    experts, _, outputs = call.b.shape
+    across, down = blocks.count(width), blocks.count(outputs)
+    expect(NAME, "output", call.output, (rows, outputs), FLOATS)
     expect(NAME, "scales_a", call.scales_a, (rows, across), FLOAT32, call.output)
     expect(NAME, "scales_b", call.scales_b, (experts, across, down), FLOAT32, call.output)
     expect(NAME, "problem_sizes", call.problem_sizes, (experts, 3), INT32, call.output)

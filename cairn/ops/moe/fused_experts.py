@@ -1,4 +1,5 @@
-"""The experts of a mixture (Shazeer et al. 2017): gated feed-forward layers, each on its tokens."""
+"""The experts of a mixture (Shazeer et al. 2017): gated feed-forward layers, each run on its
+tokens."""
 
 from __future__ import annotations
 
@@ -41,31 +42,30 @@ def fused_experts(
     swiglu_limit: float = 0.0,
 ) -> Tensor:
     """Sum over j of topk_weights[t, j] * w2[e] act(w1[e] x_t), e = topk_ids[t, j], in float32,
-    rounded once. Experts that no token has are not looked at.
+    rounded once. Weights of experts without tokens are not read.
 
     With scales w1 and w2 are e4m3 in blocks of 128 x 128 (DeepSeek-V3 report, section 3.3), and
-    what they are multiplied with, x and the results of act, is rounded to e4m3 with a scale for
-    every 128 numbers: max(|x|, 1e-10) / 448.
+    their inputs, x and the results of act, are rounded to e4m3 with a scale for every 128 elements:
+    max(|x|, 1e-10) / 448.
 
     Args:
         hidden_states: [T, K] float32, bfloat16 or float16, x.
-        w1: [E, 2N, K] of its dtype, or e4m3: rows of the gate, then of what it gates.
+        w1: [E, 2N, K] of its dtype, or e4m3: rows of the gate, then of the up projection.
         w2: [E, K, N] of w1's dtype.
         topk_weights: [T, k] float32.
-        topk_ids: [T, k] int32 or int64; -1: an expert of another device, which adds nothing.
-        activation: "silu", "gelu" (by erf) or "gelu_tanh": act of a gate and what it gates is
-            activation(gate) * gated.
+        topk_ids: [T, k] int32 or int64; -1: an expert of another device, which is skipped.
+        activation: "silu", "gelu" (by erf) or "gelu_tanh": act is activation(gate) * up.
         apply_router_weight_on_input: the weight multiplies x_t, not the result.
-        routed_scaling_factor: of the sum.
+        routed_scaling_factor: the sum is multiplied by it.
         w1_scale: [E, 2 ceil(N / 128), ceil(K / 128)] float32, the blocks of the gate's rows first;
             None: w1 is not quantised.
         w2_scale: [E, ceil(K / 128), ceil(N / 128)] float32, where w1_scale is given.
-        swiglu_limit: gates are at most that, what they gate lies between minus that and that; 0: no
+        swiglu_limit: gates are clamped to at most this, up projections to -limit .. limit; 0: no
             limit.
     Returns:
         [T, K] of hidden_states' dtype.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for experts that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for experts out of range.
     """
     activate = ACTIVATIONS[activation].reference
 
@@ -87,7 +87,8 @@ def fused_experts(
 
 
 def clamped(both: Tensor, limit: float) -> Tensor:
-    """Gates [..., N] and what they gate [..., N] side by side, within a limit; 0: as they are."""
+    """Gates [..., N] and up projections [..., N], concatenated, clamped to a limit; 0:
+    unchanged."""
     if not limit:
         return both
     gates, ups = both.chunk(2, dim=-1)
@@ -101,7 +102,8 @@ def _summed(
     expert: Callable[[Tensor, int], Tensor],
     weigh_input: bool,
 ) -> Tensor:
-    """[T, K] float32, the sum of what experts give; each is called once, with all of its tokens."""
+    """[T, K] float32, the weighted sum of the experts' outputs; `expert` is called once per expert,
+    with all of its tokens."""
     flat = ids.flatten().long()
     order = flat.argsort(stable=True)
     token = order.div(max(1, ids.shape[1]), rounding_mode="floor")

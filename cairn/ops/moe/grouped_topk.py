@@ -32,24 +32,24 @@ def grouped_topk(
     """The best experts of the best groups by sigmoid(scores) + bias, lower index first among
     equals; their weights are without the bias, times scaling_factor.
 
-    A group counts by the sum of its two best.
+    A group is ranked by the sum of its two best.
 
     Args:
-        scores: [T, E] float32, bfloat16 or float16, what the router gives.
+        scores: [T, E] float32, bfloat16 or float16, the router's output.
         bias: [E] of any of these.
-        num_expert_group: groups of neighbours, all of one size.
-        topk_group: groups kept.
-        topk: experts of a token.
+        num_expert_group: number of groups of consecutive experts, all of one size.
+        topk_group: number of groups to choose from.
+        topk: experts per token.
         renormalize: weights are divided by their sum + 1e-20.
-        scaling_factor: of the weights.
-        scoring_func: "sigmoid", or "sqrtsoftplus": sqrt(log(1 + e^x)) in its place.
-        shared: experts E, E + 1, ... that every token runs, behind the others.
-        shared_gate: [T, 1] of the dtype of scores; its sigmoid is the weight of shared
-            experts. None: they have the weight 1.
+        scaling_factor: weights are multiplied by it.
+        scoring_func: "sigmoid", or "sqrtsoftplus": sqrt(log(1 + e^x)) instead of the sigmoid.
+        shared: number of shared experts, appended with ids E, E + 1, ...
+        shared_gate: [T, 1] of scores' dtype; its sigmoid is the weight of shared experts. None:
+            their weight is 1.
     Returns:
         Weights [T, topk + shared] float32, and ids [T, topk + shared] int32.
     Raises:
-        BadArgument: for another shape, dtype or device, or numbers that do not fit.
+        BadArgument: for another shape, dtype or device, or inconsistent sizes.
     """
     s, groups = scored(scores, scoring_func), (num_expert_group, topk_group)
     weights, ids = _biased(s, bias, *groups, topk, renormalize, scaling_factor, FLOOR)
@@ -69,14 +69,15 @@ def biased_grouped_topk(
     """`grouped_topk` with the arguments of sgl-kernel's CPU back end.
 
     Args:
-        gating: [T, E], the scores there.
-        correction_bias: [E], the bias there.
-        topk, renormalize, num_expert_group, topk_group: as there, but nothing is added to the sum.
-        routed_scaling_factor: of the weights; None: 1.
+        gating: [T, E], `scores` of grouped_topk.
+        correction_bias: [E], `bias` of grouped_topk.
+        topk, renormalize, num_expert_group, topk_group: as in grouped_topk, but nothing is added to
+            the sum.
+        routed_scaling_factor: weights are multiplied by it; None: 1.
     Returns:
         Weights [T, topk] float32, and ids [T, topk] int32.
     Raises:
-        BadArgument: for another shape, dtype or device, or numbers that do not fit.
+        BadArgument: for another shape, dtype or device, or inconsistent sizes.
     """
     factor = 1.0 if routed_scaling_factor is None else routed_scaling_factor
     scores, groups = scored(gating, "sigmoid"), (num_expert_group, topk_group)
@@ -92,7 +93,7 @@ def grouped_topk_softmax(
     topk_group: int,
 ) -> tuple[Tensor, Tensor]:
     """The best experts of the best groups by softmax(gating) over all experts, lower index first
-    among equals, in float32. A group counts by its best.
+    among equals, in float32. A group is ranked by its best expert.
 
     Args:
         gating: [T, E] float32, bfloat16 or float16.
@@ -100,7 +101,7 @@ def grouped_topk_softmax(
     Returns:
         Weights [T, topk] float32, and ids [T, topk] int32.
     Raises:
-        BadArgument: for another shape or dtype, or numbers that do not fit.
+        BadArgument: for another shape or dtype, or inconsistent sizes.
     """
     weights = torch.softmax(gating.float(), dim=-1)
     ids = routing.largest(routing.in_best_groups(weights, num_expert_group, topk_group, 1), topk)

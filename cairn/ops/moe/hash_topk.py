@@ -26,22 +26,22 @@ def hash_topk(
     shared: int = 0,
     shared_gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts in a token's row of the table; their weights are sqrt(log(1 + e^x)) over the sum
-    of these, times factor. In float32.
+    """Router that looks up a token's experts in a table; their weights are s = sqrt(log(1 + e^x))
+    divided by the sum of the chosen s, times factor. In float32.
 
     Args:
         gating_output: [T, E] float32, bfloat16 or float16.
         table: [V, k] int32.
         tokens: [T] int64, ids of tokens.
-        factor: of the weights.
-        shared: experts E, E + 1, ... that every token runs, behind the others.
-        shared_gate: [T, 1] of the dtype of gating_output; its sigmoid is the weight of shared
-            experts. None: they have the weight 1.
+        factor: weights are multiplied by it.
+        shared: number of shared experts, appended with ids E, E + 1, ...
+        shared_gate: [T, 1] of gating_output's dtype; its sigmoid is the weight of shared experts.
+            None: their weight is 1.
     Returns:
         Weights [T, k + shared] float32, and ids [T, k + shared] int32.
     Raises:
-        BadArgument: for another shape, dtype or device, or (on a CPU) a token beyond the table or
-            an expert that there is not.
+        BadArgument: for another shape, dtype or device, or (on a CPU) a token or expert out of
+            range.
     """
     ids = table[tokens]
     x = gating_output.float().gather(1, ids.long())

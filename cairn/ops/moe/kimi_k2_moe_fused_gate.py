@@ -1,4 +1,4 @@
-"""The experts of Kimi K2's router: one group, in float32."""
+"""Kimi K2's router: one group of experts, in float32."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def kimi_k2_moe_fused_gate(
 
     Args:
         input_tensor: [T, E] float32, bfloat16 or float16.
-        bias: [E] of any of these.
-        topk: experts of a token.
+        bias: [E] of any of these dtypes.
+        topk: experts per token.
         renormalize: weights are divided by their sum.
-        routed_scaling_factor: of the weights, where both `renormalize` and the next are set.
-        apply_routed_scaling_factor_on_output: see there.
+        routed_scaling_factor: weights are multiplied by it if `renormalize` and the next argument
+            are set.
+        apply_routed_scaling_factor_on_output: see `routed_scaling_factor`.
     Returns:
         Weights [T, topk] float32, and ids [T, topk] int32.
     Raises:
-        BadArgument: for another shape, dtype or device, or a topk that does not fit.
+        BadArgument: for another shape, dtype or device, or a topk out of range.
     """
     scores = input_tensor.float().sigmoid()
     ids = routing.largest(scores + bias.float(), topk)

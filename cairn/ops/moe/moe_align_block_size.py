@@ -1,4 +1,4 @@
-"""Tokens in the order of their experts, in whole blocks of a grouped product."""
+"""Sort of (token, expert) pairs by expert, padded to whole blocks of a grouped product."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def moe_align_block_size(
     cumsum_buffer: Tensor,
     pad_sorted_token_ids: bool = False,
 ) -> None:
-    """Sort the flat places t * k + j of topk_ids by expert, in their order within an expert, and
-    begin every expert at a multiple of block_size.
+    """Sort the pairs t * k + j of topk_ids by expert (stable), and begin every expert at a multiple
+    of block_size.
 
-    Bucket 0 is of those with id -1, which another device has, bucket e + 1 of expert e.
+    Bucket 0 holds pairs with id -1 (experts of other devices), bucket e + 1 those of expert e.
 
     Args:
         topk_ids: [T, k] int32 or int64, -1 .. num_experts - 2.
-        num_experts: buckets: experts and one.
-        block_size: rows of a block.
-        sorted_token_ids: [S] int32, written: places, bucket after bucket; S is at least T * k +
+        num_experts: number of buckets: number of experts + 1.
+        block_size: rows per block.
+        sorted_token_ids: [S] int32, written: pairs, bucket after bucket; S is at least T * k +
             num_experts * (block_size - 1), or block_size times T * k if that is less.
-        experts_ids: [blocks] int32, written: the expert of each block, -1 for bucket 0. Those
-            behind the last block are left as they are.
-        num_tokens_post_pad: [1] int32, written: places with padding.
-        cumsum_buffer: [num_experts + 1] int32, written: where each bucket begins, and the end.
-        pad_sorted_token_ids: what is no place is T * k; False: it is left as it is.
+        experts_ids: [blocks] int32, written: the expert of each block, -1 for bucket 0. Entries
+            after the last block are not changed.
+        num_tokens_post_pad: [1] int32, written: number of rows including padding.
+        cumsum_buffer: [num_experts + 1] int32, written: first row of each bucket, and the end.
+        pad_sorted_token_ids: padding rows are set to T * k; False: they are not changed.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for ids that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for ids out of range.
     """
     bucket = topk_ids.flatten().long() + 1
     order = bucket.argsort(stable=True)
@@ -74,8 +74,8 @@ def _(call: Call) -> None:
     expect(NAME, "experts_ids", call.experts_ids, 1, INT32, call.topk_ids)
     expect(NAME, "num_tokens_post_pad", call.num_tokens_post_pad, (1,), INT32, call.topk_ids)
     expect(NAME, "cumsum_buffer", call.cumsum_buffer, (call.num_experts + 1,), INT32, call.topk_ids)
-    places = call.topk_ids.numel()
-    most = min(places + call.num_experts * (call.block_size - 1), places * call.block_size)
+    pairs = call.topk_ids.numel()
+    most = min(pairs + call.num_experts * (call.block_size - 1), pairs * call.block_size)
     if call.sorted_token_ids.shape[0] < most:
         refuse(
             NAME, "sorted_token_ids", f"has room for {call.sorted_token_ids.shape[0]}, not {most}"

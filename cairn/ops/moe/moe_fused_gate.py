@@ -1,4 +1,4 @@
-"""The experts of a router that chooses groups of experts first, in the dtype of its scores."""
+"""Routers that first choose groups of experts, with scores in the dtype of the input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.ops.registry import op
 
 NAME = "moe_fused_gate"
 BEST = 2
-"""A group is ranked by the sum of its so many best experts."""
+"""A group is ranked by the sum of this many of its best experts."""
 
 
 @op
@@ -32,25 +32,26 @@ def moe_fused_gate(
 ) -> tuple[Tensor, Tensor]:
     """The best experts of the best groups by s + bias, lower index first among equals.
 
-    s is the score in float32, rounded to the input's dtype, in which the bias is added. A group
-    counts by the sum of its two best. Weights are s of the chosen over their sum, in float32.
+    s is the score in float32, rounded to the input's dtype, in which the bias is added. A group is
+    ranked by the sum of its two best. Weights are the chosen experts' s divided by their sum, in
+    float32.
 
     Args:
         input_tensor: [T, E] float32, bfloat16 or float16.
         bias: [E] of its dtype.
-        num_expert_group: groups of neighbours, all of one size.
-        topk_group: groups kept.
-        topk: experts of a token, the shared ones included.
-        num_fused_shared_experts: experts E, E + 1, ... that every token goes to, behind the others;
-            their weight, before the division, is the sum over routed_scaling_factor.
-        routed_scaling_factor: see there; not 0 where it is used.
+        num_expert_group: number of groups of consecutive experts, all of one size.
+        topk_group: number of groups to choose from.
+        topk: experts per token, the shared ones included.
+        num_fused_shared_experts: number of shared experts, appended with ids E, E + 1, ...; their
+            weight, before normalisation, is the sum of the others divided by routed_scaling_factor.
+        routed_scaling_factor: see the arguments before and after; not 0 where it is used.
         apply_routed_scaling_factor_on_output: all weights are multiplied by it.
         scoring_func: "sigmoid", or "sqrtsoftplus": sqrt(log(1 + e^x)).
         renormalize: False: weights are not divided by their sum.
     Returns:
         Weights [T, topk] float32, and ids [T, topk] int32.
     Raises:
-        BadArgument: for another shape, dtype or device, or numbers that do not fit.
+        BadArgument: for another shape, dtype or device, or inconsistent sizes.
     """
     scores = scored(input_tensor, scoring_func).to(input_tensor.dtype)
     ranks = routing.in_best_groups((scores + bias).float(), num_expert_group, topk_group, BEST)
@@ -70,13 +71,13 @@ def moe_fused_gate(
 
 
 def scored(x: Tensor, scoring_func: str) -> Tensor:
-    """Scores of experts, float32, from what a router gives."""
+    """Scores of experts, float32, from a router's output."""
     x = x.float()
     return x.sigmoid() if scoring_func == "sigmoid" else torch.nn.functional.softplus(x).sqrt()
 
 
 def expect_scoring(op: str, scoring_func: str) -> None:
-    """Raise BadArgument unless there is such a score."""
+    """Raise BadArgument for an unknown scoring_func."""
     if scoring_func not in ("sigmoid", "sqrtsoftplus"):
         refuse(op, "scoring_func", f"is {scoring_func!r}, not 'sigmoid' or 'sqrtsoftplus'")
 

@@ -1,4 +1,4 @@
-"""What the experts of a token give, added."""
+"""Sums of the expert outputs of a token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def moe_sum_reduce(
     Args:
         input_tensor: [T, k, H] float32, bfloat16 or float16.
         output_tensor: [T, H] of its dtype, written.
-        routed_scaling_factor: of the sum.
+        routed_scaling_factor: the sum is multiplied by it.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

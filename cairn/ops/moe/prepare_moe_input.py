@@ -1,4 +1,4 @@
-"""Where rows of tokens go when they are gathered by expert, and what each expert multiplies."""
+"""Permutations and problem sizes of grouped products."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ def prepare_moe_input(
     k: int,
     blockscale_offsets: Tensor | None = None,
 ) -> None:
-    """Give every flat place t * topk + j of topk_ids a row, expert after expert, in their order
-    within an expert. Ids that are no expert's take no row.
+    """Assign a row to every pair t * topk + j of topk_ids, sorted by expert (stable). Pairs with an
+    id out of range get no row.
 
     Args:
         topk_ids: [T, topk] int32 or int64.
         expert_offsets: [num_experts + 1] int32, written: first row of each expert, and the end.
         problem_sizes1: [num_experts, 3] int32, written: (rows, 2n, k) of each expert.
         problem_sizes2: [num_experts, 3] int32, written: (rows, k, n).
-        input_permutation: [T * topk] int32, written: the token of each row; those behind the last
-            row are left as they are.
-        output_permutation: [T * topk] int32, written: the row of each place; places without one are
-            left as they are.
-        num_experts: E.
-        n, k: widths between the two products, and of a token.
-        blockscale_offsets: [num_experts + 1] int32, written: the same as expert_offsets if each
-            expert had a multiple of 128 rows; or None.
+        input_permutation: [T * topk] int32, written: the token of each row; those after the last
+            row are not changed.
+        output_permutation: [T * topk] int32, written: the row of each pair; entries of pairs
+            without a row are not changed.
+        num_experts: number of experts.
+        n, k: intermediate size and hidden size.
+        blockscale_offsets: [num_experts + 1] int32, written: expert_offsets with the rows of each
+            expert padded to a multiple of 128; or None.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
     flat = topk_ids.flatten().long()
     known = (flat >= 0) & (flat < num_experts)
-    place = known.nonzero()[:, 0]
-    place = place[flat[place].argsort(stable=True)]
-    rows = torch.arange(place.numel(), device=flat.device)
-    input_permutation[: place.numel()] = place.div(topk_ids.shape[1], rounding_mode="floor").int()
-    output_permutation[place] = rows.int()
-    count = torch.bincount(flat[place], minlength=num_experts)
+    pair = known.nonzero()[:, 0]
+    pair = pair[flat[pair].argsort(stable=True)]
+    rows = torch.arange(pair.numel(), device=flat.device)
+    input_permutation[: pair.numel()] = pair.div(topk_ids.shape[1], rounding_mode="floor").int()
+    output_permutation[pair] = rows.int()
+    count = torch.bincount(flat[pair], minlength=num_experts)
     for sizes, others in ((problem_sizes1, (2 * n, k)), (problem_sizes2, (k, n))):
         sizes[:, 0] = count
         sizes[:, 1], sizes[:, 2] = others
@@ -78,12 +78,12 @@ def _(call: Call) -> None:
     expect(NAME, "topk_ids", call.topk_ids, 2, INDICES)
     for name, number in (("num_experts", call.num_experts), ("n", call.n), ("k", call.k)):
         check_least(NAME, name, number, 1)
-    places, ends = (call.topk_ids.numel(),), (call.num_experts + 1,)
+    pairs, ends = (call.topk_ids.numel(),), (call.num_experts + 1,)
     expect(NAME, "expert_offsets", call.expert_offsets, ends, INT32, call.topk_ids)
     expect(NAME, "problem_sizes1", call.problem_sizes1, (call.num_experts, 3), INT32, call.topk_ids)
     expect(NAME, "problem_sizes2", call.problem_sizes2, (call.num_experts, 3), INT32, call.topk_ids)
-    expect(NAME, "input_permutation", call.input_permutation, places, INT32, call.topk_ids)
-    expect(NAME, "output_permutation", call.output_permutation, places, INT32, call.topk_ids)
+    expect(NAME, "input_permutation", call.input_permutation, pairs, INT32, call.topk_ids)
+    expect(NAME, "output_permutation", call.output_permutation, pairs, INT32, call.topk_ids)
     if call.blockscale_offsets is not None:
         expect(NAME, "blockscale_offsets", call.blockscale_offsets, ends, INT32, call.topk_ids)
 

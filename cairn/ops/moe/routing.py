@@ -1,6 +1,6 @@
-"""Which experts a token goes to: ranks, groups of experts, and the looks at the arguments.
+"""Definitions and argument checks shared by the routers.
 
-Among equals the lower index comes first; NaN ranks with minus infinity.
+Ties go to the lower index; NaN ranks as -inf.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def in_best_groups(scores: Tensor, groups: int, kept: int, best: int) -> Tensor:
-    """scores [T, E] float32, minus infinity outside of the `kept` best of `groups` groups of
-    neighbours; a group counts by the sum of its `best` largest scores."""
+    """scores [T, E] float32, set to -inf outside of the `kept` best of `groups` groups of
+    consecutive experts; a group is ranked by the sum of its `best` largest scores."""
     grouped: Tensor = scores.unflatten(1, (groups, scores.shape[1] // groups))
     first = largest(grouped, min(best, grouped.shape[2]))
     rank = grouped.gather(2, first).sum(dim=-1)
@@ -28,28 +28,28 @@ def in_best_groups(scores: Tensor, groups: int, kept: int, best: int) -> Tensor:
 
 
 def divided(weights: Tensor, floor: float = 0.0) -> Tensor:
-    """Weights [T, k] over their sum + floor."""
+    """Weights [T, k] divided by their sum + floor."""
     return weights / (weights.sum(dim=-1, keepdim=True) + floor)
 
 
 def with_shared(
     weights: Tensor, ids: Tensor, experts: int, shared: int, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Weights and int32 ids [T, k + shared]: behind the chosen ones the shared experts, from number
-    `experts` on, with the weight 1, or sigmoid(gate) of gate [T, 1]."""
+    """Weights and int32 ids [T, k + shared]: the chosen experts followed by the shared experts,
+    with ids from `experts` on and weight 1, or sigmoid(gate) of gate [T, 1]."""
     tokens, ids = len(ids), ids.to(torch.int32)
     if not shared:
         return weights, ids
     own = weights.new_ones(tokens, 1) if gate is None else gate.float().sigmoid()
-    numbers = torch.arange(experts, experts + shared, dtype=torch.int32, device=ids.device)
+    shared_ids = torch.arange(experts, experts + shared, dtype=torch.int32, device=ids.device)
     return (
         torch.cat((weights, own.expand(tokens, shared)), dim=1),
-        torch.cat((ids, numbers.expand(tokens, shared)), dim=1),
+        torch.cat((ids, shared_ids.expand(tokens, shared)), dim=1),
     )
 
 
 def expect_shared(op: str, shared: int, gate: Tensor | None, gating: Tensor) -> None:
-    """Raise BadArgument unless shared experts and their gate fit to gating [T, E]."""
+    """Raise BadArgument unless `shared` and the shared gate are valid for gating [T, E]."""
     if shared < 0:
         refuse(op, "shared", f"is {shared}, not a number of experts")
     if gate is not None:
@@ -57,8 +57,8 @@ def expect_shared(op: str, shared: int, gate: Tensor | None, gating: Tensor) -> 
 
 
 def expect_outputs(op: str, weights: Tensor, ids: Tensor, gating: Tensor, shared: int = 0) -> None:
-    """Raise BadArgument unless weights [T, k] float32 and ids [T, k] int32 have room for the
-    experts of gating [T, E] and the shared ones, k <= E + shared."""
+    """Raise BadArgument unless weights [T, k] float32 and ids [T, k] int32 have the right shape for
+    gating [T, E] and the shared experts, k <= E + shared."""
     expect(op, "gating_output", gating, 2, FLOATS)
     tokens, experts = gating.shape
     expect(op, "topk_weights", weights, (tokens, None), FLOAT32, gating)
@@ -76,8 +76,8 @@ def expect_bias(
 
 
 def expect_choice(op: str, gating: tuple[str, Tensor], groups: int, kept: int, topk: int) -> None:
-    """Raise BadArgument unless gating [T, E] falls into so many groups, of which `kept` have `topk`
-    experts."""
+    """Raise BadArgument unless E divides into `groups` groups, and `kept` of them have at least
+    `topk` experts."""
     name, x = gating
     expect(op, name, x, 2, FLOATS)
     experts = x.shape[1]

@@ -1,4 +1,4 @@
-"""How the kernel of the routers is launched."""
+"""Launch of the router kernel."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Rule:
 
     Attributes:
         score: "softmax", "sigmoid" or "sqrtsoftplus".
-        cap: of the router's output, 0: none.
+        cap: soft cap of the router's output; 0: none.
         rounded: scores have the dtype of the router's output.
-        groups, kept, best: groups, how many are kept, and how many experts each is ranked by.
-        shared: shared experts.
-        share: what the sum of weights is divided by for theirs; None: their weight is 1, or
+        groups, kept, best: number of groups, number of groups kept, and experts that a group is
+            ranked by.
+        shared: number of shared experts.
+        share: a shared expert's weight is the sum of weights divided by this; None: it is 1, or
             sigmoid of a gate.
         renormalize, floor, factor: weights are divided by their sum + floor, times factor.
     """
@@ -45,13 +46,13 @@ class Rule:
 
 
 def accepts(gating: Tensor, *vectors: Tensor | None, topk: int) -> bool:
-    """Rows [T, E] of experts side by side, and biases."""
+    """Whether the kernel can read gating [T, E] and the biases."""
     near = gating.stride(1) == 1 and gating.shape[1] <= MOST_EXPERTS and topk <= MOST_CHOSEN
     return near and all(x is None or x.is_contiguous() for x in vectors)
 
 
 def takes_outputs(gating: Tensor, bias: Tensor | None, weights: Tensor, ids: Tensor) -> bool:
-    """The same, and outputs [T, k] with a row's numbers side by side."""
+    """`accepts`, and outputs [T, k] with contiguous rows."""
     near = weights.stride(1) == 1 and ids.stride(1) == 1
     return near and accepts(gating, bias, topk=ids.shape[1])
 
@@ -64,8 +65,8 @@ def route(
     rule: Rule,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write weights [T, k] float32 and ids [T, k] int32 of what gating [T, E] chooses; k counts the
-    shared experts, and gate [T, 1] is theirs."""
+    """Write weights [T, k] float32 and ids [T, k] int32 of the experts chosen from gating [T, E]; k
+    includes the shared experts, and gate [T, 1] is for them."""
     tokens, experts = gating.shape
     slots = ids.shape[1]
     if not tokens or not slots:

@@ -1,4 +1,4 @@
-"""How the kernels of rows are launched."""
+"""Launches of the kernels that gather and sum rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cairn.ops.moe.kernels.rows import gather_rows_kernel, sum_rows_kernel
 from cairn.ops.pdl import uses_pdl
 
 MOST_ADDED = 64
-"""Most rows that are added up for a token."""
+"""Most rows per token that are summed."""
 BLOCK, WARPS = 1024, 4
 SUM_NUMBERS = 4096
-"""Numbers that a program loads at once: those of all rows of a part of a token."""
+"""Elements that a program loads at once: a range of columns of all rows of a token."""
 
 
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows] of x [R, width] with the numbers of a row side by side and rows [N], contiguous."""
+    """x[rows] of x [R, width] with contiguous rows, and rows [N], contiguous."""
     width = x.shape[1]
     out = gpu.empty((rows.shape[0], width), x.dtype, x.device)
     if not out.numel():
@@ -39,12 +39,12 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def fits(topk: int) -> bool:
-    """Whether `sum_rows` adds up so many rows of a token."""
+    """Whether `sum_rows` can sum `topk` rows per token."""
     return topk <= MOST_ADDED
 
 
 def adds(out: Tensor, topk: int, *vectors: Tensor | None) -> bool:
-    """Whether `sum_rows` writes this, from so many rows a token and contiguous vectors."""
+    """Whether `sum_rows` can write `out` from `topk` rows per token, given contiguous vectors."""
     dense = all(x is None or x.is_contiguous() for x in vectors)
     return dense and out.stride(1) == 1 and fits(topk)
 
@@ -58,7 +58,7 @@ def sum_rows(
     weights: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """`sum_rows_kernel` over x [R, H] into out [T, H]."""
+    """Launch `sum_rows_kernel` from x [R, H] into out [T, H]."""
     tokens, width = out.shape
     if not out.numel():
         return out

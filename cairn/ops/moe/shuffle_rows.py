@@ -1,4 +1,4 @@
-"""Rows of tokens in the order of their experts."""
+"""Gather of token rows in the order of their experts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def shuffle_rows(
     """Row i of the result is row dst2src_map[i] of input_tensor.
 
     Args:
-        input_tensor: [rows, ...] of floating-point numbers, of 8 bits too, or of integers.
+        input_tensor: [rows, ...] of a floating-point (also 8-bit) or integer dtype.
         dst2src_map: [N] int32 or int64.
-        output_tensor_shape: of the result, N first.
+        output_tensor_shape: shape of the result; its first dim is N.
     Returns:
-        Of output_tensor_shape and input_tensor's dtype.
+        A tensor of output_tensor_shape and input_tensor's dtype.
     Raises:
-        BadArgument: for another shape, dtype or device; on the CPU for rows that there are not.
+        BadArgument: for another shape, dtype or device; on the CPU for rows out of range.
     """
     shape = (dst2src_map.shape[0], *input_tensor.shape[1:])
     return input_tensor.index_select(0, dst2src_map).view(shape)

@@ -1,4 +1,4 @@
-"""Rows that are sorted by expert, in definitions that read no sizes on the host."""
+"""Helpers for definitions on rows sorted by expert that do not read sizes on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def owners(offsets: Tensor, counts: Tensor, rows: int) -> Tensor:
 
     Args:
         offsets: [E] or [E + 1], the first row of each expert, ascending.
-        counts: [E], rows of each.
+        counts: [E], number of rows of each expert.
     """
     experts = counts.shape[0]
     row = torch.arange(rows, device=counts.device)
@@ -29,20 +29,20 @@ def owners(offsets: Tensor, counts: Tensor, rows: int) -> Tensor:
 def products(
     out: Tensor, x: Tensor, owner: Tensor, matrix: Callable[[int], Tensor], experts: int
 ) -> Tensor:
-    """out [R, N] in which rows of an expert are x [R, K] float32 times matrix(expert) [K, N],
-    rounded once."""
+    """out [R, N] with each expert's rows replaced by those of x [R, K] float32 times matrix(expert)
+    [K, N], rounded once."""
     for expert in range(experts):
         own = (owner == expert).unsqueeze(1)
         out = torch.where(own, (x @ matrix(expert)).to(out.dtype), out)
     return out
 
 
-def experts_of(order: Tensor, experts: Tensor, used: Tensor, block: int, places: int) -> Tensor:
-    """[places] int64: the expert of each place, or -1; see `moe_align_block_size`."""
+def experts_of(order: Tensor, experts: Tensor, used: Tensor, block: int, pairs: int) -> Tensor:
+    """[pairs] int64: the expert of each pair, or -1; see `moe_align_block_size`."""
     owner = experts.long().repeat_interleave(block)
     count = min(owner.shape[0], order.shape[0])
-    place, owner = order[:count].long(), owner[:count]
-    own = (torch.arange(count, device=order.device) < used) & (place >= 0) & (place < places)
-    found = torch.full((places + 1,), -1, dtype=torch.int64, device=order.device)
-    # What belongs to no place goes behind the last one.
-    return found.scatter_(0, torch.where(own, place, places), owner)[:places]
+    pair, owner = order[:count].long(), owner[:count]
+    own = (torch.arange(count, device=order.device) < used) & (pair >= 0) & (pair < pairs)
+    found = torch.full((pairs + 1,), -1, dtype=torch.int64, device=order.device)
+    # Padding rows are written to an extra last entry.
+    return found.scatter_(0, torch.where(own, pair, pairs), owner)[:pairs]

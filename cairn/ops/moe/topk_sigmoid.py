@@ -1,4 +1,4 @@
-"""The experts of a router that scores by sigmoid."""
+"""Router with sigmoid scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of a router that scores by softmax."""
+"""Router with softmax scores."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def topk_softmax(
         renormalize: weights are divided by their sum.
         moe_softcapping: c.
         correction_bias: [E] float32, or None.
-        shared: experts E, E + 1, ... that every token runs, behind the others.
-        shared_gate: [T, 1] of the dtype of gating_output; its sigmoid is the weight of shared
-            experts. None: they have the weight 1.
+        shared: number of shared experts, appended with ids E, E + 1, ...
+        shared_gate: [T, 1] of gating_output's dtype; its sigmoid is the weight of shared experts.
+            None: their weight is 1.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

@@ -9,15 +9,15 @@ from cairn.ops.tuning import Tuning
 
 
 class Tile(NamedTuple):
-    """What a program of a grouped product computes at once.
+    """Tile sizes of a program of a grouped product.
 
     Attributes:
-        rows: of tokens.
-        columns: of the result, at most 128 in fp8.
-        part: columns of a matrix in one step; 128 in fp8.
-        warps, stages: of the launch.
-        together: tiles of rows that go through all columns together.
-        table: matrices are copied by the device's engine (TMA).
+        rows: rows (of tokens) per tile.
+        columns: columns of the result per tile, at most 128 in fp8.
+        part: columns of a matrix (along K) per iteration; 128 in fp8.
+        warps, stages: num_warps and num_stages of the launch.
+        together: tiles of rows that are multiplied with all columns before the next ones.
+        table: matrices are loaded by TMA.
     """
 
     rows: int
@@ -31,34 +31,35 @@ class Tile(NamedTuple):
 
 @dataclass(slots=True)
 class MoeTuning(Tuning):
-    """One field a constant.
+    """Tuning constants of this family's launches; tests replace them by `replaced`.
 
-    Tiles stand by what is multiplied: "16" numbers of 16 bits, "8" codes of 8, "32" float32; behind
-    it "gated" for the first product of an expert, "plain" for the second. The first entry whose
-    rows are not below the mean of an expert's is taken, else the last.
+    The keys of `tiles` tell the operands: "16" for 16-bit floats, "8" for fp8 codes, "32" for
+    float32. The first entry is taken whose number is at least the mean number of rows per expert,
+    else the last.
     """
 
-    sort_places: int = 1024
-    """Up to this many places each program counts all of them; of more, a chunk."""
+    sort_pairs: int = 1024
+    """Up to this many pairs, each program counts all of them; of more, a chunk."""
     sort_rows: int = 16
-    """Places whose rows such a program stores."""
+    """Pairs whose rows such a program stores."""
     sort_chunk: int = 256
-    """Places of a program where several sort."""
+    """Pairs per program where several programs share the sort."""
     sort_step: int = 32
-    """Places that each is compared with at once."""
+    """Pairs that each pair is compared with per iteration."""
     sort_counts: int = 1 << 14
-    """Counts of chunks that are added up at once."""
-    single_places: int = 16
-    """At most so many places, a tile each, are not sorted."""
+    """Counts of chunks that are summed per iteration."""
+    single_pairs: int = 16
+    """Up to this many pairs are not sorted; each gets a tile of its own."""
     fewest_rows: int = 16
     fewest_columns: int = 16
-    """Tiles of so few rows have fewer columns, down to so many, where there are few programs."""
+    """Tiles of at most this many rows get fewer columns, down to this many, where there are few
+    programs."""
     quantized_inside: int = 512
-    """Widest rows of such tiles that every program of a product in fp8 quantises itself."""
+    """Widest rows of such tiles that every program of an fp8 product quantises itself."""
     vector_width: int = 8192
-    """Widest row that is multiplied by itself without tensor cores."""
+    """Widest single row that is multiplied without tensor cores."""
     vector_bytes: int = 1 << 14
-    """Bytes of a matrix that a program of such a product loads."""
+    """Bytes of the matrix that a program of such a product loads."""
     vector_warps: int = 4
     tiles: dict[str, tuple[tuple[int, Tile, Tile], ...]] = field(
         default_factory=lambda: {
@@ -75,8 +76,8 @@ class MoeTuning(Tuning):
             "32": ((16, Tile(16, 32, 32, 4, 3), Tile(16, 32, 32, 4, 3)),),
         }
     )
-    """Mean rows of an expert up to which tiles serve, and the tiles of both products, which have
-    the same rows."""
+    """(mean rows per expert up to which the tiles are used, tile of the first product, tile of the
+    second); both tiles have the same rows."""
 
 
 TUNING = MoeTuning()

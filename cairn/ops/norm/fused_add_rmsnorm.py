@@ -25,7 +25,7 @@ def fused_add_rmsnorm(
         input, residual: [..., H], same dtype, float32, bfloat16 or float16; rows may be strided.
         weight: [H], input's dtype or float32.
         eps: added to the mean square.
-        enable_pdl: without effect.
+        enable_pdl: ignored.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

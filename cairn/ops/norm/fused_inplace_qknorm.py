@@ -15,7 +15,7 @@ from cairn.ops.registry import op
 
 NAME = "fused_inplace_qknorm"
 NUMBERS, WARPS = 2048, 4
-"""Of a program."""
+"""Warps per program."""
 
 
 @op(mutates=("q", "k"))

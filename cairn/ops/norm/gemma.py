@@ -37,7 +37,7 @@ def gemma_rmsnorm(
         weight: [H], input's dtype or float32.
         eps: added to the mean square.
         out: [..., H] of input's dtype, written and returned when given; may be `input`.
-        enable_pdl: without effect.
+        enable_pdl: ignored.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -65,7 +65,7 @@ def gemma_fused_add_rmsnorm(
         input, residual: [..., H], same dtype, float32, bfloat16 or float16; rows may be strided.
         weight: [H], input's dtype or float32.
         eps: added to the mean square.
-        enable_pdl: without effect.
+        enable_pdl: ignored.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

@@ -13,9 +13,9 @@ from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import Op
 
 LONGEST = 1 << 15
-"""Numbers of the longest row that one program takes."""
+"""Elements of the longest row that one program takes."""
 PROGRAM = 2048
-"""Numbers of short rows that one program takes together."""
+"""Elements of short rows that one program takes together."""
 
 
 def check_rows(op: str, input: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
@@ -46,7 +46,7 @@ def check_sum(op: str, input: Tensor, residual: Tensor, weight: Tensor) -> None:
 
 
 def rows_of(x: Tensor) -> Tensor | None:
-    """x [..., H] as [rows, H] in the same memory, the numbers of a row side by side; or None."""
+    """x [..., H] as [rows, H] in the same memory, the elements of a row side by side; or None."""
     if x.stride(-1) != 1 or x.shape[-1] > LONGEST:
         return None
     if x.dim() == 2:
@@ -58,7 +58,7 @@ def rows_of(x: Tensor) -> Tensor | None:
 
 
 def in_rows(call: Call) -> bool:
-    """Rows with their numbers side by side, short enough for one program."""
+    """Rows with their elements side by side, short enough for one program."""
     return call.input.stride(-1) == 1 and call.input.shape[-1] <= LONGEST
 
 
@@ -194,7 +194,7 @@ def divide_by_lengths(
 
 
 def heads_of(x: Tensor) -> Tensor:
-    """x [..., H] as [tokens, heads, H], the numbers of a row side by side."""
+    """x [..., H] as [tokens, heads, H], the elements of a row side by side."""
     if x.dim() != 3:
         x = x.reshape(-1, 1, x.shape[-1])
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

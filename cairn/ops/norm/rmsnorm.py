@@ -28,7 +28,7 @@ def rmsnorm(
         weight: [H], input's dtype or float32.
         eps: added to the mean square.
         out: [..., H] of input's dtype, written and returned when given; may be `input`.
-        enable_pdl: without effect.
+        enable_pdl: ignored.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -48,8 +48,8 @@ def _dense(call: Call) -> bool:
 @rmsnorm.implementation("numba", devices=cpu.DEVICES, when=_dense)
 def _(call: Call) -> Tensor:
     result = torch.empty_like(call.input) if call.out is None else call.out
-    rows, target = (cpu.numbers(x.view(-1, x.shape[-1])) for x in (call.input, result))
-    loops.norm_rows(rows, cpu.numbers(call.weight), np.float32(call.eps), target)
+    rows, target = (cpu.as_array(x.view(-1, x.shape[-1])) for x in (call.input, result))
+    loops.norm_rows(rows, cpu.as_array(call.weight), np.float32(call.eps), target)
     return result
 
 

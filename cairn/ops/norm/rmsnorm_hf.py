@@ -27,7 +27,7 @@ def rmsnorm_hf(
         weight: [H], input's dtype or float32.
         eps: added to the mean square.
         out: [..., H] of input's dtype, written and returned when given; may be `input`.
-        enable_pdl: without effect.
+        enable_pdl: ignored.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

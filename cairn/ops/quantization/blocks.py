@@ -9,14 +9,14 @@ from torch import Tensor
 from cairn.ops.quantization.codes import E4M3_MAX, e4m3, inverse, scale_for
 
 SIZE = 128
-"""Numbers of a group, and rows and columns of a block."""
+"""Elements of a group, and rows and columns of a block."""
 EPS = 1e-10
 """Least magnitude of a group."""
 
 
-def count(numbers: int) -> int:
+def count(elements: int) -> int:
     """Groups of so many numbers; the last one may be short."""
-    return -(-numbers // SIZE)
+    return -(-elements // SIZE)
 
 
 def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
@@ -25,9 +25,9 @@ def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.float() * spread(spread(scale, 0, rows), 1, columns)
 
 
-def spread(scale: Tensor, axis: int, numbers: int) -> Tensor:
+def spread(scale: Tensor, axis: int, elements: int) -> Tensor:
     """Scales of groups along an axis, for each of so many numbers."""
-    return scale.repeat_interleave(SIZE, dim=axis).narrow(axis, 0, numbers)
+    return scale.repeat_interleave(SIZE, dim=axis).narrow(axis, 0, elements)
 
 
 def quantized(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -138,7 +138,7 @@ def groups_kernel(
     INVERSE: tl.constexpr, CLAMPED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr,
     PACKED: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """T groups of `width` numbers, each by its own scale: TILE of a row, of so many rows.
+    """T groups of `width` elements, each by its own scale: TILE of a row, of so many rows.
 
     Of `total` rows [per_row, width] row r is row r % rows of expert r // rows, or r without `rows`;
     with masked_m only so many rows of an expert are there. `tiles`: of a row, as many as its scales

@@ -14,19 +14,20 @@ from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.quantization.kernels import amax_kernel, groups_kernel
 
 TILES = (1024, 4096)
-"""Numbers of a program, unless a group has more: of fewer than MANY numbers in all, and of more."""
+"""Elements per program, unless a group has more: of fewer than MANY elements in all, and of more.
+"""
 MANY = 1 << 21
 NUMBERS_A_WARP = 512
 WIDEST = 1 << 15
-"""Most numbers of a group."""
+"""Most elements of a group."""
 MOST_GROUPS = 1 << 30
 ROUNDED = {"enable_fp_fusion": False}
 """Launch option of kernels that need products rounded before they are added: no FMA."""
 AMAX_BLOCK, AMAX_WARPS = 4096, 8
-"""Numbers that a program looks at at once for the largest magnitude, and its warps."""
+"""Elements per program and iteration for the largest magnitude, and its warps."""
 MOST_PARTS = 512
 ONE_PROGRAM = 1 << 14
-"""Numbers of a tensor of which one program finds the largest magnitude."""
+"""Elements of a tensor of which one program finds the largest magnitude."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def quantize(
         output_q: the same, contiguous, of 8 bits.
         output_s: [.., T, K / group] float32, or int32 [.., T, ceil(K / group / 4)] for exponents;
             any strides.
-        group: numbers of a group.
+        group: elements of a group.
         masked_m: [E] int32, rows in use; None: all.
     """
     rows, width = output_q.shape[-2:]

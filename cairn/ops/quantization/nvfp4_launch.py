@@ -36,7 +36,7 @@ def quantize(
 
     Args:
         x: [M, K] or [L, M, K], 2K if gated: [gate | up], of which silu(gate) * up is quantized. Its
-            rows have any stride, their numbers lie side by side.
+            rows have any stride, their elements lie side by side.
         global_scale: [L] float32, dense.
         mask: [L] int32, dense: rows in use, the others are 0. None: all.
     """

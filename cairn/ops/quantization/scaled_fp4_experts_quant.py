@@ -32,13 +32,13 @@ def scaled_fp4_experts_quant(
         expert_offsets: [E + 1] int32, ascending from 0. Rows behind the last are 0.
         blockscale_offsets: [E + 1] int32: the scales of expert e start in row
             blockscale_offsets[e], a multiple of 128 not above M'.
-        topk: experts of a token: with an expert_map there are n * topk rows.
+        topk: experts per token: with an expert_map there are n * topk rows.
         expert_map: [n * topk] int32 or int64, the row of input_tensor that each row is taken from.
     Returns:
         codes [rows, K / 2] uint8, and scales [M', S'] float8_e4m3fn in tiles, zero in between; M'
         is rows + 128 * E rounded up to a multiple of 128, S' is K / 16 to one of 4.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     x = input_tensor if expert_map is None else input_tensor[expert_map.long()]
     rows, experts = x.shape[0], input_global_scale.shape[0]

@@ -29,7 +29,7 @@ def scaled_fp4_grouped_quant(
         S' / 4, L) float8_e4m3fn, a view of storage [L, M' / 128, S' / 4, 32, 4, 4], tiles as in
         `cairn.ops.quantization.nvfp4`.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     return _grouped(input_tensor, input_global_scale, mask)
 
@@ -46,7 +46,7 @@ def silu_and_mul_scaled_fp4_grouped_quant(
     Returns:
         As there.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     gate, up = input_tensor.float().chunk(2, dim=-1)
     x = (torch.nn.functional.silu(gate) * up).to(input_tensor.dtype)

@@ -25,7 +25,7 @@ def scaled_fp4_quant(input: Tensor, input_global_scale: Tensor) -> tuple[Tensor,
         codes [M, K / 2] uint8, and scales [M', S'] float8_e4m3fn in tiles: M' and S' are M and
         K / 16 rounded up to multiples of 128 and 4, zero in what that adds.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     rows = input.reshape(-1, input.shape[-1])
     codes, scales = nvfp4.quantize(rows, input_global_scale.reshape(()))

@@ -15,7 +15,7 @@ from cairn.ops.quantization.kernels import tensor_kernel
 from cairn.ops.registry import op
 
 BLOCK, STATIC_BLOCK, WARPS = 4096, 2048, 8
-"""Numbers of a program, the same where the scale is given, and warps."""
+"""Elements per program, the same where the scale is given, and warps."""
 PDL_BLOCK, PDL_WARPS = 256, 4
 """Numbers and warps where the scale is given, of a program that is launched before the kernel in
 front is done."""
@@ -35,7 +35,7 @@ def sgl_per_tensor_quant_fp8(
             zeros (then all codes are 0). It need not be cleared before.
         is_static: see output_s.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     x = input.float()
     if not is_static:

@@ -29,7 +29,7 @@ def sgl_per_token_group_quant_8bit(
     masked_m: Tensor | None = None,
     enable_v2: bool | None = None,
 ) -> None:
-    """Codes and scales of every group of G = group_size numbers of a row.
+    """Codes and scales of every group of G = group_size elements of a row.
 
     s = max(|x|, eps) / fp8_max; the codes are clamp(x * (1 / s), fp8_min, fp8_max) to the nearest
     (e4m3), or clamp(x / s, fp8_min, fp8_max) towards zero (int8). The functions for fp8 and for

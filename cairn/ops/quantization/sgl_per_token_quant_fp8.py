@@ -26,7 +26,7 @@ def sgl_per_token_quant_fp8(input: Tensor, output_q: Tensor, output_s: Tensor) -
         output_q: [T or more, K] float8_e4m3fn, the first T rows written.
         output_s: [T or more] or [T or more, 1] float32, the same.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     x, tokens = input.float(), len(input)
     scale = scale_for(x.abs().amax(dim=1, keepdim=True), E4M3_MAX)

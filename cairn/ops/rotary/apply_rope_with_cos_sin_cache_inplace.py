@@ -22,15 +22,15 @@ STORED = (*FLOATS, torch.float8_e4m3fn)
 
 @dataclass(slots=True)
 class FusedSetKVBufferArg:
-    """What `apply_rope_with_cos_sin_cache_inplace` writes to a cache beside the rotation.
+    """The KV cache write that `apply_rope_with_cos_sin_cache_inplace` fuses with the rotation.
 
     Attributes:
         value: [T, nk * dv] or [T, nk, dv], the tokens' values.
         k_buffer: [slots, nk * d] or [slots, nk, d], changed.
         v_buffer: [slots, nk * dv] or [slots, nk, dv], changed.
-        k_scale, v_scale: what is stored is divided by them; None: 1.
-        cache_loc: [T] int32 or int64, the slot of each token, none twice; a negative one is not
-            written.
+        k_scale, v_scale: keys and values are divided by these before they are stored; None: 1.
+        cache_loc: [T] int32 or int64, the slot of each token, all different; tokens with a negative
+            slot are not written.
     """
 
     value: Tensor
@@ -60,9 +60,9 @@ def rotary_set_kv(
 
     Args:
         positions, query, key, head_size, cos_sin_cache, is_neox: as in rotary_embedding.
-        value, k_buffer, v_buffer, cache_loc: as in FusedSetKVBufferArg; float8 e4m3 buffers take
-            what is cut off at 448.
-        k_scale, v_scale: divisors of what is stored, in float32.
+        value, k_buffer, v_buffer, cache_loc: as in FusedSetKVBufferArg; values for float8 e4m3
+            buffers are clamped to +-448.
+        k_scale, v_scale: keys and values are divided by these, in float32, before they are stored.
     """
     rotary_embedding.reference(positions, query, key, head_size, cos_sin_cache, is_neox)
     for x, buffer, scale in ((key, k_buffer, k_scale), (value, v_buffer, v_scale)):
@@ -131,16 +131,17 @@ def apply_rope_with_cos_sin_cache_inplace(
     fused_set_kv_buffer_arg: FusedSetKVBufferArg | None = None,
     enable_pdl: bool | None = None,
 ) -> None:
-    """rotary_embedding of query and key; with a FusedSetKVBufferArg the key, as rotated, and the
-    value of every token go to its slot of a cache in the same launch.
+    """rotary_embedding of query and key; with a FusedSetKVBufferArg the same launch also writes
+    each token's rotated key and its value to its slot of a KV cache.
 
     Args:
         positions, query, key, head_size, is_neox: as in rotary_embedding.
         cos_sin_cache: [max, rd] float32 = [cos | sin], rd / 2 of each.
-        fused_set_kv_buffer_arg: what to write; None: nothing.
-        enable_pdl: without effect.
+        fused_set_kv_buffer_arg: the cache write; None: no write.
+        enable_pdl: ignored.
     Raises:
-        BadArgument: for another shape, dtype or device, or (on a CPU) a place that is not there.
+        BadArgument: for another shape, dtype or device, or (on a CPU) a position or slot out of
+            range.
     """
     expect(NAME, "cos_sin_cache", cos_sin_cache, dtypes=(torch.float32,))
     given = fused_set_kv_buffer_arg

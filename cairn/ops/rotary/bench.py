@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family's ops, for `cairn bench ops`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _apart(
     v_scale: float = 1.0,
     is_neox: bool = True,
 ) -> None:
-    """The rotation, and two copies by torch."""
+    """Unfused baseline: the rotation, then two copies by torch."""
     rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox)
     k_buffer[cache_loc], v_buffer[cache_loc] = key, value
 
@@ -72,7 +72,7 @@ def _qk_apart(
     attention_factor: float,
     rotary_dim: int | None = None,
 ) -> None:
-    """Two norms and a rotation by angles of a table."""
+    """Unfused baseline: two norms, then a rotation by angles from a table."""
     q = qkv[:, : num_heads_q * head_dim].unflatten(-1, (-1, head_dim))
     k = qkv[:, num_heads_q * head_dim :].unflatten(-1, (-1, head_dim))[:, :num_heads_k]
     rmsnorm(q, q_weight, eps, out=q)

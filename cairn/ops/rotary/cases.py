@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def _(make: Make) -> Cases:
         yield make.args(make.randn(7, 5, 16, dtype=dtype), weight, make.randn(7, 16))
         wide = make.randn(3, 7, 16, dtype=dtype)
         yield make.args(wide[:, :5], weight, None, eps=1e-5)
-        # Queries with gates beside them, of whose numbers some rotate.
+        # Queries that are views between gates (strided), of which only part of each head is
+        # rotated.
         yield make.args(make.randn(3, 10, 16, dtype=dtype)[:, ::2], weight, make.randn(3, 6))
         yield make.args(make.randn(0, 5, 16, dtype=dtype), weight, make.randn(0, 16))
 
@@ -102,7 +103,7 @@ def _(make: Make) -> Cases:
             yield make.args(alone, None, plain[2], None, *there, 1e-5)
             yield make.args(own[:1], None, low[2], turn, *there)
             yield make.args(own[:1], None, low[2], turn, *there, whole=True)
-        # Head widths that the CPU's vector loops take.
+        # Head widths for which the CPU's vectorised loops run.
         caches = [make.randn(4, 2, 8, 32, dtype=dtype) for _ in range(2)]
         wide, turn = make.randn(5, 12 * 32, dtype=dtype), make.randn(5, 32)
         weight = make.randn(10, 32, dtype=dtype)

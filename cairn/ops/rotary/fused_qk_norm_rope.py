@@ -1,4 +1,4 @@
-"""The norms of queries' and keys' heads and their rotation, in place in a joint projection."""
+"""RMS norm of every query and key head and rotary embedding, in place in a fused QKV projection."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from cairn.ops.rotary.kernels import qk_norm_rope_kernel
 
 NAME = "fused_qk_norm_rope"
 AT_ONCE, WARPS = 8, 4
-"""Heads that a program holds, and its warps."""
+"""Heads per iteration of a program, and its warps."""
 MANY_TOKENS = 512
-"""From so many on one program takes all heads of a token."""
+"""From this many tokens on, one program processes all heads of a token."""
 LEAST_RAMP = 0.001
-"""Width of YaRN's ramp where low and high are equal."""
+"""Width of YaRN's ramp where `low` equals `high`."""
 
 
 @op(mutates=("qkv",))
@@ -45,7 +45,7 @@ def fused_qk_norm_rope(
     attention_factor: float,
     rotary_dim: int | None = None,
 ) -> None:
-    """rmsnorm of every head of q and k, then rotary embedding of its first numbers, in place.
+    """rmsnorm of every head of q and k, then rotary embedding of its first elements, in place.
 
     In float32, rounded once at the end. Pair i turns by position * f_i, f_i = base^(-2i / rd); with
     factor != 1 by YaRN's (Peng et al. 2023, section 3.2) f_i * (ramp / factor + 1 - ramp), ramp =
@@ -60,7 +60,7 @@ def fused_qk_norm_rope(
         is_neox: number i is paired with i + rd / 2; otherwise 2i with 2i + 1.
         position_ids: [T] int32 or int64.
         factor, low, high: of YaRN; factor 1: none.
-        attention_factor: the rotated numbers are multiplied by it.
+        attention_factor: the rotated elements are multiplied by it.
         rotary_dim: rd, even; None: d.
     Raises:
         BadArgument: for another shape, dtype or device.

@@ -1,4 +1,4 @@
-"""The norm of every head and its rotation, in one op: what follows a projection to heads."""
+"""RMS norm and rotary embedding of every head in one op, for use after a projection to heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import head_norm_rope_kernel
 
 WARPS = 4
-"""Of a program."""
+"""Warps per program."""
 
 
 def check_angles(op: str, cos_sin: Tensor | None, x: Tensor, dim: int) -> None:
@@ -25,8 +25,8 @@ def check_angles(op: str, cos_sin: Tensor | None, x: Tensor, dim: int) -> None:
 
 
 def rotated(heads: Tensor, cos_sin: Tensor | None) -> Tensor:
-    """heads [T, H, d] float32, the first rd numbers of each turned by [cos | sin] [T, rd], halves
-    paired; None: as they are."""
+    """heads [T, H, d] float32 with the first rd elements of each rotated by [cos | sin] [T, rd],
+    element i paired with i + rd / 2; None: unchanged."""
     if cos_sin is None:
         return heads
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
@@ -42,8 +42,8 @@ def head_norm_rope(x: Tensor, weight: Tensor, cos_sin: Tensor | None, eps: float
     Args:
         x: [T, H, d], tokens and heads may be strided.
         weight: [H, d], each head's norm weight, x's dtype or float32.
-        cos_sin: [T, rd] float32 = [cos | sin] of each token's angles, by which the first rd <= d
-            numbers of a head turn, halves paired; None: no rotation.
+        cos_sin: [T, rd] float32 = [cos | sin] of each token's angles; the first rd <= d elements of
+            a head are rotated, element i paired with i + rd / 2; None: no rotation.
     Returns:
         [T, H, d], contiguous.
     Raises:

@@ -1,4 +1,4 @@
-"""Mean squares of queries and keys, where each of several ranks has a part of what is normed."""
+"""Mean squares for query and key norms that span the heads of several ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def head_squares(
     query: bool = False,
     ranks: int = 1,
 ) -> Tensor:
-    """The mean squares of q, of k and of the landmark query z, as split_norm_rope takes them from
-    a joint projection, divided by `ranks`: summed over the ranks they are those of all heads.
+    """Mean squares of q, k and the landmark query z in a fused projection (as in split_norm_rope),
+    divided by `ranks`: their sum over the ranks is the mean square over all heads.
 
     Args:
         projected: [T, W], rows may be strided.
-        added: [T, h_q d], what makes q's projection z's; None: no such sum.
+        added: [T, h_q d]: z is q's projection plus this; None: z, if any, has a projection of its
+            own.
         num_heads, num_kv_heads, head_dim: h_q, h_kv and d.
-        query: z has h_q heads behind those of k; always false with `added`.
-        ranks: that have as many heads each.
+        query: z has h_q heads of its own after those of k; always false with `added`.
+        ranks: number of ranks, each with as many heads.
     Returns:
         [T, 2 or, with a z, 3] float32.
     Raises:

@@ -1,4 +1,5 @@
-"""From a joint projection to what attention reads: queries, and keys and values in the cache."""
+"""From a fused QKV projection to the inputs of attention: queries, and keys and values in the paged
+cache."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ from cairn.ops.rotary.split_norm_rope import (
 )
 
 HEADS_AT_ONCE, SPREAD_TOKENS = 16, 256
-"""Heads of a program while there are few tokens."""
+"""Heads per program, and the token count up to which a token's heads are spread over several
+programs."""
 NUMBERS_AT_ONCE = 4096
-"""Numbers of a program when there are more: few programs with much to do."""
+"""Elements per program for more tokens: few large programs."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -43,9 +45,10 @@ def heads_into_cache(
     whole: bool = False,
     means: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """split_norm_rope; its k, and v as it is, go where write_kv puts them.
+    """split_norm_rope, with its k and the unchanged v written to the cache as by write_kv.
 
-    The heads of v stand behind those of q, k and, where it has a projection of its own, z.
+    In a row of `projected` the heads of v follow those of q, k and, where z has its own projection,
+    z.
 
     Args:
         projected: [T, W], rows may be strided.
@@ -184,7 +187,8 @@ def _dense(call: Call) -> bool:
 
 
 def _in_lanes(projected: Tensor, dim: int, whole: bool) -> bool:
-    """Whether heads of d numbers, each with a norm of its own, are taken sixteen at once."""
+    """Whether the AVX-512 loop applies, which processes 16 elements of a head at once and norms
+    each head by itself."""
     rounded = avx512.PAIRS and projected.dtype == torch.bfloat16
     return rounded and dim % (2 * avx512.LANES) == 0 and not whole
 
@@ -194,14 +198,14 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     tokens, (heads, dim) = call.projected.shape[0], call.weight.shape
     own = heads - call.num_heads - call.k_cache.shape[1]
     q, z = (call.projected.new_empty(tokens, n, dim) for n in (call.num_heads, own))
-    angles = cpu.numbers_or_none(call.cos_sin, torch.float32, 2)
-    cache = [cpu.numbers(x) for x in (call.k_cache, call.v_cache, call.location)]
-    results = map(cpu.numbers, (q, z))
-    given, norms = cpu.numbers(call.projected), cpu.numbers(call.weight)
+    angles = cpu.array_or_empty(call.cos_sin, torch.float32, 2)
+    cache = [cpu.as_array(x) for x in (call.k_cache, call.v_cache, call.location)]
+    results = map(cpu.as_array, (q, z))
+    given, norms = cpu.as_array(call.projected), cpu.as_array(call.weight)
     if call.added is None and _in_lanes(call.projected, dim, call.whole):
         loops.heads_in_lanes(given, norms, angles, *cache, np.float32(call.eps), *results)
     else:
-        more = cpu.numbers_or_none(call.added, call.projected.dtype, 2)
+        more = cpu.array_or_empty(call.added, call.projected.dtype, 2)
         loops.heads_into_cache(
             given, more, norms, angles, *cache, np.float32(call.eps), call.whole, *results
         )
@@ -210,7 +214,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
 
 @heads_into_cache.implementation("composed")
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    """Two ops, each as it is fastest."""
+    """Two ops, each by its fastest implementation."""
     kv_heads = call.k_cache.shape[1]
     heads = call.num_heads, kv_heads
     norms = call.eps, call.whole, call.means

@@ -1,4 +1,4 @@
-"""Kernels of the rotary embedding and of the heads' norms."""
+"""Kernels of rotary embeddings and of per-head norms."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cairn.ops.pdl import await_previous, launch_next
 
 @triton.jit(early=(), do_not_specialize=["numbers"])
 def cos_sin_kernel(
-    positions, inv_freq, out, numbers, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    positions, inv_freq, out, elements, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     """out[t] = [cos | sin] of positions[t] * inv_freq, the product in float32. PDL: as in
     `await_previous`."""
     await_previous(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
+    inside = at < elements
     token, pair = at // HALF, at % HALF
     position = tl.load(positions + token, mask=inside, other=0).to(tl.float32)
     angle = position * tl.load(inv_freq + pair, mask=inside, other=0.0)
@@ -29,8 +29,9 @@ def head_norm_rope_kernel(
     HALF: tl.constexpr, HP: tl.constexpr, REST: tl.constexpr, RP: tl.constexpr,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token, one of GROUPS: rmsnorm of each, then the rotation of its first
-    2 HALF numbers, in halves; REST numbers follow them. PDL: as in `await_previous`."""
+    """rmsnorm of HEADS heads of one token (one of its GROUPS groups), then the rotation of the
+    first 2 HALF elements of each, element i paired with i + HALF; the other REST elements are not
+    rotated. PDL: as in `await_previous`."""
     await_previous(PDL)
     token, group = row_and_part(GROUPS)
     width: tl.constexpr = 2 * HALF + REST
@@ -67,8 +68,8 @@ def head_norm_rope_kernel(
 
 @triton.jit
 def turned(x, at, inside, cos, sin, HALF: tl.constexpr, HP: tl.constexpr, NEOX: tl.constexpr):
-    """Two numbers of every pair of heads whose first numbers are at x + at [N, 1], turned; and
-    where they are."""
+    """Both rotated elements of every pair in the heads that begin at x + at [N, 1], and their
+    offsets from x."""
     pair = tl.arange(0, HP)
     first_at = at + (pair if NEOX else 2 * pair)[None, :]
     second_at = at + (pair + HALF if NEOX else 2 * pair + 1)[None, :]
@@ -81,8 +82,8 @@ def turned(x, at, inside, cos, sin, HALF: tl.constexpr, HP: tl.constexpr, NEOX: 
 
 @triton.jit
 def scaled_down(x, scale, kind: tl.constexpr, SCALING: tl.constexpr):
-    """x / scale, rounded once. SCALING: "none": by 1; "times": scale is the exact inverse of what
-    divides; "over"."""
+    """x divided by a scale, rounded once. SCALING: "none": unscaled; "over": x / scale; "times": x
+    * scale, where `scale` is the exact inverse of the divisor."""
     if SCALING != "none":
         x = x.to(tl.float32)
         x = tl.div_rn(x, scale) if SCALING == "over" else x * scale
@@ -98,13 +99,13 @@ def rotate_kernel(
     REST: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr, NEOX: tl.constexpr,
     SCALING: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the first 2 HALF numbers of HEADS heads of one token, in place: first those of q, then
-    those of k, which may be None.
+    """Rotate the first 2 HALF elements of HEADS heads of one token, in place: first those of q,
+    then those of k, which may be None.
 
-    With a k_buffer, k / k_scale goes there too, its REST numbers behind the rotated ones as well
-    (RP: padded to a power of two), and further programs copy BLOCK of the `width` numbers of
-    value / v_scale to v_buffer; a negative location is skipped. GROUPS: programs of a token.
-    SCALING: as in `scaled_down`. PDL: as in `await_previous`.
+    With a k_buffer, k / k_scale is written there too, including its REST elements that are not
+    rotated (RP: REST padded to a power of two), and further programs write BLOCK of the `width`
+    elements of value / v_scale to v_buffer each. Tokens with a negative location are skipped.
+    GROUPS: programs per token. SCALING: as in `scaled_down`. PDL: as in `await_previous`.
     """
     await_previous(PDL)
     token, group = row_and_part(GROUPS)
@@ -166,8 +167,8 @@ def rope_angles(
     position, pair, factor, low, high, attention_factor,
     HALF: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin [1, HP] of a position's angles. SCALED: frequencies by YaRN."""
-    # In float64, rounded: an error of the frequency is multiplied by the position.
+    """cos and sin [1, HP] of a position's angles. SCALED: with YaRN's frequencies."""
+    # The exponent is float64: the position multiplies any error of the frequency.
     exponent = pair.to(tl.float64) * (-LOG2_BASE / HALF)
     frequency = tl.exp2(exponent).to(tl.float32)
     if SCALED:
@@ -186,12 +187,12 @@ def qk_norm_rope_kernel(
     HEADS: tl.constexpr, NEOX: tl.constexpr, SCALED: tl.constexpr, LOG2_BASE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token of qkv, HEADS at a time, by GROUPS programs, in place: rmsnorm, then the
-    first 2 HALF numbers rotated.
+    """rmsnorm of the heads of one token of qkv and rotation of their first 2 HALF elements, in
+    place: GROUPS programs per token, HEADS heads at a time.
 
-    RP: the numbers behind those, padded to a power of two; 0: none. SCALED: as in `rope_angles`,
-    which cost more than a few heads and serve all that a program takes. PDL: as in
-    `await_previous`.
+    RP: number of elements that are not rotated, padded to a power of two; 0: none. SCALED: as in
+    `rope_angles`. A program computes the angles once for all of its heads: they cost more than a
+    few heads. PDL: as in `await_previous`.
     """
     await_previous(PDL)
     token, group = row_and_part(GROUPS)
@@ -235,8 +236,8 @@ def heads_of(
     program, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, ALL_HEADS: tl.constexpr,
     HEADS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Begin and end of what a program takes of the heads of q, k and z in a row: HEADS of them, or
-    with WHOLE those of q, of k or of z."""
+    """Range of heads that a program processes, of the heads of q, k and z in order: HEADS heads, or
+    with WHOLE all heads of q, of k or of z."""
     if WHOLE:
         before: tl.constexpr = Q_HEADS + KV_HEADS
         begin = tl.where(program == 0, 0, tl.where(program == 1, Q_HEADS, before))
@@ -302,7 +303,8 @@ def normed_heads(
     SPANS: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
     """The two halves [HEADS, HP] float32 of a token's heads begin .. end - 1, those of q, k and z
-    in a row: normed, each by itself, WHOLE, or with SPANS > 0 by given means; then rotated."""
+    in a row: normed and then rotated. Each head has its own mean square; with WHOLE all of them
+    share one; with SPANS > 0 it is read from `means`."""
     head = begin + tl.arange(0, HEADS)
     pair = tl.arange(0, HP)
     inside = (head < end)[:, None] & (pair < HALF)[None, :]
@@ -334,7 +336,8 @@ def normed_heads(
 
 @triton.jit
 def store_halves(to, head, own, first, second, stride, HALF: tl.constexpr, HP: tl.constexpr):
-    """Write the two halves [HEADS, HP] of the heads `own`, `stride` numbers from head to head."""
+    """Write the two halves [HEADS, HP] of the heads selected by the mask `own`; `stride` elements
+    from head to head."""
     pair = tl.arange(0, HP)
     inside = own[:, None] & (pair < HALF)[None, :]
     at = to + head[:, None] * stride + pair[None, :]
@@ -350,12 +353,13 @@ def split_norm_rope_kernel(
     WHOLE: tl.constexpr, SPANS: tl.constexpr, ADDED: tl.constexpr, ROTATED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Heads of one token, those of q, k and z in a row: each into its own tensor.
+    """Norm and rotate heads of one token and write those of q, k and z to their own tensors; see
+    `split_norm_rope`.
 
     Args:
-        PROGRAMS: of a token.
-        HEADS: of a program; WHOLE: it takes all of q, k or z, which are normed so.
-        SPANS: of the given means [T, SPANS]; 0: there are none.
+        PROGRAMS: programs per token.
+        HEADS: heads per program. WHOLE: a program takes all heads of q, k or z, which share a norm.
+        SPANS: columns of the given means [T, SPANS]; 0: no means are given.
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
@@ -386,10 +390,11 @@ def heads_into_cache_kernel(
     HEADS: tl.constexpr, KVP: tl.constexpr, WHOLE: tl.constexpr, SPANS: tl.constexpr,
     ADDED: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The same with k in its place in the cache; the last program of a token copies v there.
+    """`split_norm_rope_kernel` with k written to its slot in the cache; the last program of a token
+    copies v to the cache.
 
     Args:
-        V_HEAD: v's first head in a row of `projected`.
+        V_HEAD: index of v's first head in a row of `projected`.
         KVP: KV_HEADS, padded to a power of two.
         PDL: as in `await_previous`.
     """

@@ -1,4 +1,4 @@
-"""What the rotary ops share: heads and angles, looks at arguments, the launch."""
+"""Argument checks and the launch shared by the rotary ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.ops.rotary.kernels import rotate_kernel
 
 COPY_BLOCK = 1024
 WARPS = 4
-"""Of a program."""
+"""Warps per program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def check(
     head_size: int,
     cos_sin_cache: Tensor,
 ) -> None:
-    """Raise BadArgument unless the arguments of a rotation fit."""
+    """Raise BadArgument unless the shapes, dtypes and positions of a rotation are consistent."""
     expect(op, "positions", positions, dtypes=INDICES, like=query)
     expect(op, "query", query, dtypes=FLOATS)
     if head_size < 2:
@@ -66,15 +66,15 @@ def _is_flat(x: Tensor, tokens: int, head_size: int) -> bool:
 
 
 def heads_of(x: Tensor, tokens: int, head_size: int) -> Tensor:
-    """x [..., n, head_size] or [..., n * head_size] of so many tokens as [..., n, head_size], in
-    the same memory."""
+    """x [..., n, head_size] or [..., n * head_size] of `tokens` tokens as a view [..., n,
+    head_size]."""
     flat = _is_flat(x, tokens, head_size)
     return x.unflatten(-1, (x.shape[-1] // head_size, head_size)) if flat else x
 
 
 def strided(x: Tensor, tokens: int, head_size: int) -> Tensor | None:
-    """x as [T, n, head_size] without a copy, or None where its strides do not allow it, or are more
-    than the kernel reckons with."""
+    """x as [T, n, head_size] without a copy, or None where its strides do not allow a view or
+    exceed what the kernel computes in int32."""
     heads = heads_of(x, tokens, head_size)
     if heads.stride(-1) != 1 or not gpu.within_32_bits(heads):
         return None
@@ -101,8 +101,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox: bool) -
 
 
 def _inverts(scale: float) -> bool:
-    """Whether the product with 1 / scale is the quotient, bit for bit: powers of two, themselves
-    and inverted normal numbers of float32."""
+    """Whether x * (1 / scale) equals x / scale bit for bit: true for powers of two where both the
+    scale and its inverse are normal float32 numbers."""
     mantissa, exponent = math.frexp(scale)
     return abs(mantissa) == 0.5 and -125 <= exponent <= 127
 
@@ -110,7 +110,7 @@ def _inverts(scale: float) -> bool:
 def accepts(
     positions: Tensor, query: Tensor, key: Tensor | None, head_size: int, cos_sin_cache: Tensor
 ) -> bool:
-    """Heads that can be addressed by a stride of tokens and one of heads."""
+    """Whether heads can be addressed by a token stride and a head stride."""
     tokens = positions.numel()
     return (
         positions.is_contiguous()
@@ -129,7 +129,7 @@ def launch(
     is_neox: bool,
     store: Store | None = None,
 ) -> None:
-    """`rotate_kernel` over what `accepts` takes: one launch."""
+    """One launch of `rotate_kernel`, for arguments that pass `accepts`."""
     tokens, half = positions.numel(), cos_sin_cache.shape[-1] // 2
     q = strided(query, tokens, head_size)
     k = None if key is None else strided(key, tokens, head_size)

@@ -1,4 +1,4 @@
-"""From a joint projection to queries and to keys and values in the cache, token by token."""
+"""Numba loops from a fused QKV projection to queries, and to keys and values in the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.ops.cpu.avx512 import LANES, load, spread, store_rounded, total, wide
 def heads_into_cache(
     projected, added, weight, cos_sin, k_cache, v_cache, location, eps, whole, q, z
 ):
-    """heads_into_cache.
+    """The op heads_into_cache on arrays, one token at a time.
 
     Args:
         projected: [T, W]; added: [T, h_q d] or [0, 0]; weight: [H, d]; cos_sin: [T, d] or [0, 0].
@@ -23,7 +23,7 @@ def heads_into_cache(
         q: [T, h_q, d] and z: [T, h_q or 0, d], written.
     """
     own, others = q.shape[1], k_cache.shape[1]
-    # Values follow q and k in `projected`; with `added`, z is computed and takes no place there.
+    # Values follow q and k in `projected`; with `added`, z is computed and has no columns there.
     behind = own + others if added.size else len(weight)
     for token in prange(len(projected)):
         given = projected[token]
@@ -39,7 +39,7 @@ def heads_into_cache(
 
 @jit
 def _normed(given, added, weight, own, others, eps, whole):
-    """The heads of q, k and z [H, d] in float32, after their norms."""
+    """The heads of q, k and z [H, d] of a token in float32, normed."""
     heads, dim = weight.shape
     y = np.empty((heads, dim), np.float32)
     mean = np.empty(heads, np.float32)
@@ -75,7 +75,7 @@ def _normed(given, added, weight, own, others, eps, whole):
 
 @jit
 def _rotate(y, cos_sin):
-    """Turn every head of y [H, d] by a token's [cos | sin]."""
+    """Rotate every head of y [H, d] in place by a token's [cos | sin]."""
     half = y.shape[1] // 2
     cos, sin = cos_sin[:half], cos_sin[half:]
     for h in range(len(y)):
@@ -88,7 +88,7 @@ def _rotate(y, cos_sin):
 
 @jit
 def _store(y, out):
-    """Round heads y [n, d] to where they go."""
+    """Write heads y [n, d] to `out`, rounded to its dtype."""
     for h in range(len(y)):
         line, target = y[h], out[h]
         for i in range(len(line)):
@@ -97,7 +97,8 @@ def _store(y, out):
 
 @jit
 def _keep(y, given, first, k_cache, v_cache, at):
-    """Store the keys y [h_kv, d] and the values, from number `first` of a projection on."""
+    """Write the keys y [h_kv, d], and the values that begin at column `first` of the projection, to
+    the cache."""
     heads, dim = y.shape
     page, place = at // k_cache.shape[2], at % k_cache.shape[2]
     for h in range(heads):
@@ -110,9 +111,10 @@ def _keep(y, given, first, k_cache, v_cache, at):
 
 @jit(threads=True)
 def heads_in_lanes(projected, weight, cos_sin, k_cache, v_cache, location, eps, q, z):
-    """The same of bfloat16, sixteen numbers at once, with nothing added and a norm a head.
+    """`heads_into_cache` by AVX-512 for bfloat16, 16 elements at once; without `added`, each head
+    normed by itself.
 
-    Half of d is a multiple of 16.
+    d / 2 is a multiple of 16.
     """
     heads, dim = weight.shape
     own, others, size = q.shape[1], k_cache.shape[1], k_cache.shape[2]
@@ -137,10 +139,11 @@ def heads_in_lanes(projected, weight, cos_sin, k_cache, v_cache, location, eps, 
 
 @jit
 def _head_in_lanes(projected, token, weight, first, cos_sin, angles, eps, out, to):
-    """A head of a token, normed and turned, from number `first` of the projection on.
+    """Norm and rotate one head of a token, which begins at column `first` of the projection.
 
     Args:
-        token, angles, to: flat places of the token, of its [cos | sin], and of the head in out.
+        token, angles, to: flat offsets of the token's row, of its [cos | sin], and of the head in
+            out.
     """
     dim, at = weight.shape[1], token + first
     half = dim // 2

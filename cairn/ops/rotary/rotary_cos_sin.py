@@ -13,7 +13,8 @@ from cairn.ops.registry import op
 from cairn.ops.rotary.kernels import cos_sin_kernel
 
 AT_ONCE, WARPS = 128, 4
-"""Angles and warps of a program: one a thread, for each may take long."""
+"""Angles per program, and its warps: one angle per thread, because sin and cos of large angles take
+long."""
 
 
 @op
@@ -54,7 +55,7 @@ def _(call: Call) -> Tensor:
             positions=call.positions,
             inv_freq=call.inv_freq,
             out=out,
-            numbers=tokens * half,
+            elements=tokens * half,
             HALF=half,
             BLOCK=AT_ONCE,
             PDL=pdl,

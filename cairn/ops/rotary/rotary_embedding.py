@@ -19,9 +19,9 @@ def rotary_embedding(
     cos_sin_cache: Tensor,
     is_neox: bool = True,
 ) -> None:
-    """What the function of this name in `rotated` does, without a result.
+    """Rotate query and key in place, as `rotated.rotary_embedding` does, without returning them.
 
-    An op may not return its arguments.
+    A registered op may not return its arguments.
     """
     cos_sin = cos_sin_cache.index_select(0, positions.flatten()).float()
     cos, sin = cos_sin.chunk(2, dim=-1)

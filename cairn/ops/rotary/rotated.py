@@ -1,4 +1,5 @@
-"""The rotation in place, with what it rotated as its result."""
+"""`rotary_embedding` as callers use it: the op, which rotates in place, and its arguments as the
+result."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def rotary_embedding(
     cos_sin_cache: Tensor,
     is_neox: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate the first rd numbers of every head of query and key, in place.
+    """Rotate the first rd elements of every head of query and key, in place.
 
     Products and sums are in float32 whatever the dtypes; the result is rounded once.
 
@@ -26,11 +27,11 @@ def rotary_embedding(
             shape as positions; tokens and heads may be strided.
         key: as query, of its dtype, with its own n; or None.
         cos_sin_cache: [max, rd] = [cos | sin], rd / 2 of each; query's dtype or float32.
-        is_neox: number i is paired with i + rd / 2; otherwise 2i with 2i + 1.
+        is_neox: element i is paired with i + rd / 2; otherwise 2i with 2i + 1.
     Returns:
         (query, key) as they were given, rotated.
     Raises:
-        BadArgument: for another shape, dtype or device, or (on a CPU) a place that is not there.
+        BadArgument: for another shape, dtype or device, or (on a CPU) a position out of range.
     """
     in_place(positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key

@@ -1,4 +1,4 @@
-"""From a joint projection to heads: the split, the norm of every head and its rotation."""
+"""Split of a fused projection into heads, with the norm and the rotation of every head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.ops.rotary.head_norm_rope import check_angles, rotated
 from cairn.ops.rotary.kernels import split_norm_rope_kernel
 
 BLOCK_TOKENS = 256
-"""What the CPU takes through all passes at once, in the caches."""
+"""Tokens that the CPU takes through all passes together, so that they stay in its caches."""
 
 
 @op
@@ -31,19 +31,21 @@ def split_norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and the landmark query z, normed and each head rotated; rounded once at the end.
 
-    The heads of q, then those of k stand first in a row of `projected`. z follows them, or is q
-    plus `added` (rounded once, before the norm), or does not exist, as `weight` has heads for it.
+    A row of `projected` begins with the heads of q, then those of k. z follows them, or is q plus
+    `added` (rounded once, before the norm), or does not exist: the number of heads of `weight`
+    tells which.
 
     Args:
         projected: [T, W], rows may be strided.
-        added: [T, h_q d], what makes q's projection z's; None: no such sum.
+        added: [T, h_q d]: z is q's projection plus this; None: z, if any, follows k in `projected`.
         weight: [H, d], norm weight of every head of q, k and, where it exists, z.
         cos_sin: [T, d] float32 = [cos | sin] of each token's angles; None: no rotation.
         num_heads, num_kv_heads: h_q, h_kv; H is h_q + h_kv or, always with `added`, 2 h_q + h_kv.
         eps: added to the mean squares.
-        whole: each of q, k and z has one mean square; otherwise each head has its own.
-        means: [T, 2 or, with a z, 3] float32, these mean squares, where the heads are a part of
-            those that are normed together; None: they are computed here.
+        whole: all heads of q share one mean square, likewise k and z; otherwise each head has its
+            own.
+        means: [T, 2 or, with a z, 3] float32, the mean squares of q, k and z, where the norm spans
+            heads of other ranks too; None: they are computed here.
     Returns:
         (q [T, h_q, d], k [T, h_kv, d], z [T, h_q or 0, d]), contiguous.
     Raises:
@@ -58,13 +60,13 @@ def split_norm_rope(
     elif whole:
         mean = means_over(mean, counts)
     y = rotated(y * torch.rsqrt(mean + eps) * weight, cos_sin).to(projected.dtype)
-    # clone() also where a part is contiguous: an op's results must not share memory.
+    # clone() even where a part is contiguous: results of an op must not share memory.
     q, k, z = (part.clone(memory_format=torch.contiguous_format) for part in y.split(counts, dim=1))
     return q, k, z
 
 
 def _joint(projected: Tensor, added: Tensor | None, heads: int, own: int, dim: int) -> Tensor:
-    """The heads of q, k and z [T, H, d], of which the `own` first are q's and k's."""
+    """The heads of q, k and z [T, H, d]; the first `own` are those of q and k."""
     if added is None:
         joint = projected[:, : heads * dim]
     else:
@@ -75,7 +77,7 @@ def _joint(projected: Tensor, added: Tensor | None, heads: int, own: int, dim: i
 
 
 def means_over(mean: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Mean squares [T, H, 1] of heads, `counts` of which belong together and get one."""
+    """Mean squares [T, H, 1] of heads, where the heads of each group of `counts` share one."""
     return torch.cat(
         [part.mean(dim=1, keepdim=True).expand_as(part) for part in mean.split(counts, dim=1)], 1
     )
@@ -88,7 +90,7 @@ def means_by_head(means: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 def check_means(op: str, means: Tensor | None, weight: Tensor, call: Call, kv_heads: int) -> None:
-    """Raise BadArgument unless given mean squares fit."""
+    """Raise BadArgument unless given mean squares have the right shape and dtype."""
     if means is None:
         return
     spans = 2 if len(weight) == call.num_heads + kv_heads else 3
@@ -107,13 +109,13 @@ def check_projection(
     heads: tuple[int, int],
     values: int = 0,
 ) -> None:
-    """Raise BadArgument unless the arguments of a split fit.
+    """Raise BadArgument unless shapes and dtypes of a split are consistent.
 
     Args:
-        op: for the message.
+        op: name of the op, for messages.
         projected, added, weight, cos_sin: as in split_norm_rope.
         heads: h_q, h_kv.
-        values: heads that stand behind those which are normed.
+        values: heads after those that are normed.
     """
     expect(op, "projected", projected, 2, FLOATS)
     expect(op, "weight", weight, 2, (projected.dtype, torch.float32), projected)
@@ -162,8 +164,8 @@ def _accepts(call: Call) -> bool:
 def programs_of(
     weight: Tensor, num_heads: int, kv_heads: int, most: int, whole: bool
 ) -> tuple[int, int, int]:
-    """Programs that share the heads of q, k and z of a token, heads of each, and its warps; at most
-    so many heads unless q, k and z stay whole."""
+    """Programs per token, heads per program and its warps, for the heads of q, k and z of a token;
+    at most `most` heads unless q, k and z must stay whole."""
     heads, dim = weight.shape
     if not whole:
         at_once = min(most, gpu.next_power_of_2(heads))
@@ -227,8 +229,8 @@ def turned_heads(
     whole: bool,
     means: Tensor | None = None,
 ) -> Tensor:
-    """All heads of q, k and z, of each as many as `counts` says, before they are rounded, in few
-    passes: [T, H, d] float32."""
+    """All heads of q, k and z (`counts` heads each), normed and rotated, before rounding: [T, H, d]
+    float32."""
     heads, dim = weight.shape
     y = _joint(projected, added, heads, sum(counts[:2]), dim).float()
     if whole:

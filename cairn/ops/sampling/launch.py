@@ -70,7 +70,7 @@ class Source:
 
     @property
     def chunk(self) -> int:
-        """Numbers of a chunk."""
+        """Elements of a chunk."""
         return max(TUNING.least_chunk, gpu.next_power_of_2(self.values.shape[1]) // TUNING.chunks)
 
     @property

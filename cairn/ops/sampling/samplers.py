@@ -26,7 +26,7 @@ def sampling_from_probs(
     Args:
         probs: [B, V] float32 (or half precision, taken as float32) >= 0, of any sum.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
-        deterministic: without effect, draws always are.
+        deterministic: ignored, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
         check_nan: refuse probabilities with NaN; waits for the device.
     Returns:
@@ -56,7 +56,7 @@ def top_p_sampling_from_probs(
         probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
         top_p: a number, or [B] of them; with N != B `indices` also [N], of the outputs.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
-        deterministic: without effect, draws always are.
+        deterministic: ignored, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
         check_nan: refuse probabilities with NaN; waits for the device.
     Returns:
@@ -90,7 +90,7 @@ def min_p_sampling_from_probs(
         min_p: a number, or [B] of them, in [0, 1]; with N != B `indices` also [N], of the
             outputs.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
-        deterministic: without effect, draws always are.
+        deterministic: ignored, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
         check_nan: refuse probabilities with NaN; waits for the device.
     Returns:
@@ -128,7 +128,7 @@ def top_k_top_p_sampling_from_probs(
         filter_apply_order: "top_k_first": top-p of what top-k left, divided by its sum; "joint":
             both of the original probabilities.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
-        deterministic: without effect, draws always are.
+        deterministic: ignored, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
         check_nan: refuse probabilities with NaN; waits for the device.
     Returns:

@@ -48,7 +48,7 @@ def top_k_renorm_probs(
     Args:
         probs: [B, V] float32 (or half precision, taken as float32), finite and not negative.
         top_k: a number, or [B] int32 or int64; k < 1 or k >= V keeps all.
-        is_deterministic: without effect: it always is.
+        is_deterministic: ignored: it always is.
     Returns:
         [B, V] float32.
     Raises:

@@ -65,7 +65,7 @@ def top_k_top_p_sampling_from_logits(
         filter_apply_order: "top_k_first": the softmax of what top-k left, then top-p; "joint": the
             softmax of all, then both.
         indices: [N] int32 or int64, the row that each output is drawn from; None: every row once.
-        deterministic: without effect, draws always are.
+        deterministic: ignored, draws always are.
         generator: where the uniform numbers come from; None: the device's own.
         check_nan: refuse logits with NaN; waits for the device.
     Returns:

@@ -53,7 +53,7 @@ def top_p_renorm_probs(
     Args:
         probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
         top_p: a number, or [B] of them; p >= 1 keeps all.
-        is_deterministic: without effect: it always is.
+        is_deterministic: ignored: it always is.
     Returns:
         [B, V] float32.
     Raises:

@@ -9,14 +9,14 @@ from cairn.ops.tuning import Tuning
 
 @dataclass(slots=True)
 class SamplingTuning(Tuning):
-    """One field a constant."""
+    """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     chunks: int = 64
     """Most chunks of a row."""
     least_chunk: int = 512
-    """Numbers of the shortest chunk."""
+    """Elements of the shortest chunk."""
     line: int = 32
-    """Numbers of a line, of which the survey stores the maximum."""
+    """Elements of a line, of which the survey stores the maximum."""
     width: int = 16
     """Weights of every list that a program loads at a time while it searches; a list has at most
     1023 times as many, since their number is counted in 10 bits."""
@@ -31,12 +31,12 @@ class SamplingTuning(Tuning):
     """Weights of a row that are compared with all others instead of searched, and so many at
     once."""
     run: int = 16
-    """Numbers of a run: the draw finds the chunk, then the run, then the token."""
+    """Elements of a run: the draw finds the chunk, then the run, then the token."""
     list_warps: int = 8
     list_registers: int = 128
     """Warps and registers of programs that list rows: two fit on a multiprocessor."""
     sample: int = 64
-    """Numbers of each chunk from which it is guessed where the threshold of a share lies. Not by
+    """Elements of each chunk from which it is guessed where the threshold of a share lies. Not by
     how many rows there are: sums of what is listed are rounded as it is listed."""
     sure: float = 4.0
     trials: int = 8
@@ -50,7 +50,7 @@ class SamplingTuning(Tuning):
     """Programs that fill a large device when they list: each finds the bound of its row first."""
     keep_block: int = 2048
     keep_warps: int = 4
-    """Numbers and warps of a program that stores what a row keeps."""
+    """Elements and warps of a program that stores what a row keeps."""
     pdl_rows: int = 256
     """At most this many rows launch each kernel before the one in front is done."""
 

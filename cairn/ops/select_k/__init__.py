@@ -1,1 +1,1 @@
-"""Exact selection of the k largest numbers of a row, which ops of several families share."""
+"""Exact selection of the k largest elements of a row, which ops of several families share."""

@@ -1,4 +1,4 @@
-"""The k largest numbers of a row, without sorting.
+"""The k largest elements of a row, without sorting.
 
 `largest` searches for the k-th largest of numbers in registers, by counting what reaches trial
 values; `bound_kernel` and `list_kernel` leave few candidates of a long row for it. Results are
@@ -325,7 +325,7 @@ def least_in_row(score, row, width, stride, wanted, ROOM: tl.constexpr, NAN: tl.
 
 @triton.jit
 def nan_in_row(score, row, width, stride, ROOM: tl.constexpr):
-    """How many numbers of a row are NaN."""
+    """How many elements of a row are NaN."""
     at = tl.arange(0, ROOM)
     count = tl.zeros([ROOM], tl.int32)
     for begin in range(0, width, ROOM):

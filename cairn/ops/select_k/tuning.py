@@ -10,7 +10,7 @@ from cairn.ops.tuning import Tuning
 
 @dataclass(slots=True)
 class SelectKTuning(Tuning):
-    """One field a constant."""
+    """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     least_room: int = 4096
     """Candidates that one program takes at once, at least; half as many again as are chosen, since
@@ -35,7 +35,7 @@ class SelectKTuning(Tuning):
     """Rows of one launch, at most."""
     mask_block: int = 2048
     mask_warps: int = 4
-    """Numbers and warps of a program of `mask_kernel`."""
+    """Elements and warps of a program of `mask_kernel`."""
 
 
 TUNING = SelectKTuning()

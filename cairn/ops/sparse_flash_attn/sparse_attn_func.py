@@ -101,9 +101,9 @@ def sparse_attn_varlen_func(
             ceil(max_seqlen_q / 64) row blocks; keys are numbered from the sequence's first.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where sequences begin and end.
         max_seqlen_q: no sequence has more queries.
-        max_seqlen_k: no effect.
+        max_seqlen_k: ignored.
         dropout_p, softmax_scale, causal, softcap, alibi_slopes, deterministic, return_attn_probs,
-            return_softmax_lse, out: as there.
+        return_softmax_lse, out: as there.
     Returns:
         out [T, H, d], or (out, lse [H, T] float32).
     Raises:

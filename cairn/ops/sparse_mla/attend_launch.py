@@ -1,4 +1,4 @@
-"""How latent attention over records of the cache is launched."""
+"""Launch of latent attention over records of the paged cache."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from cairn.ops.sparse_mla.tuning import TUNING
 
 MOST_LATENT = 512
 GROUP_HEADS = 64
-"""Heads of a program of `cells_groups_kernel`, and candidates of a block."""
+"""Heads per program of `cells_groups_kernel`, and candidates per block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The records that tokens read.
+    """The cache records (candidates) that each token attends to.
 
     Attributes:
-        end: [T], behind the last candidate of each token.
-        most: candidates that a token can have.
-        cells: [T, W] int32: candidates are entries of these; None: slots of a row.
-        table, row: page table, and each token's row; with `cells` None.
-        begin: [T], the first candidate of each; None: 0.
-        more, more_cache: further candidates, behind those, whose cells are of another cache; see
+        end: [T], end of each token's range of candidates.
+        most: upper bound of `end`.
+        cells: [T, W] int32: a candidate is an index into a token's list of cells; None: it is a
+            slot of the token's row.
+        table, row: page table, and each token's row in it; used where `cells` is None.
+        begin: [T], first candidate of each token; None: 0.
+        more, more_cache: further candidates, appended to these, in another cache; see
             `side_by_side`.
     """
 
@@ -47,7 +48,7 @@ class Candidates:
 
 
 def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
-    """Queries and records that the kernel reads."""
+    """Whether the kernel can read these queries and records."""
     rope, quantized = q.shape[2] - latent, records.is_quantized(cache)
     if latent > MOST_LATENT or q.stride(2) != 1:
         return False
@@ -60,19 +61,19 @@ def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
 
 
 def is_flat(cache: Tensor) -> bool:
-    """Whether records lie at equal distances."""
+    """Whether all records of a cache have one stride, across pages too."""
     return cache.stride(0) == cache.shape[1] * cache.stride(1)
 
 
 def side_by_side(cache: Tensor, more: Tensor) -> bool:
-    """Whether a kernel reads records of both: they lie at the same equal distances, and begin at
-    multiples of 16 bytes."""
+    """Whether one kernel can read records of both caches: both have the same stride between records
+    and are aligned to 16 bytes."""
     even = is_traced(cache) or all(x.data_ptr() % 16 == 0 for x in (cache, more))
     return even and is_flat(cache) and is_flat(more) and cache.stride(1) == more.stride(1)
 
 
 def _tiles(latent: int, quantized: bool) -> tuple[int, int]:
-    """How many tiles a latent is held as, a power of two, and how wide each is."""
+    """Tiles that a latent is held in (a power of two), and the width of each."""
     if not quantized and latent % (4 * records.TILE):
         return 1, max(16, gpu.next_power_of_2(latent))
     return gpu.next_power_of_2(-(-latent // records.TILE)), records.TILE
@@ -81,7 +82,7 @@ def _tiles(latent: int, quantized: bool) -> tuple[int, int]:
 def _views(
     cache: Tensor, quantized: bool, plain: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A cache as its numbers, its float32 scales and its rotary keys."""
+    """Views of a cache: as stored, as its float32 scales and as its bfloat16 rotary keys."""
     if not quantized:
         return cache, None, None
     if plain:
@@ -90,7 +91,7 @@ def _views(
 
 
 def _splits(tokens: int, columns: int, blocks: int, few: bool) -> int:
-    """Splits of the candidates: programs that fill the device, if there are not enough."""
+    """Splits per token (split-KV), so that few tokens fill the device too."""
     programs = TUNING.few_programs if few else TUNING.programs
     return max(1, min(programs // max(1, tokens * columns), blocks))
 
@@ -105,7 +106,7 @@ def attend(
     dtype: torch.dtype,
     with_peaks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """o [T, H, latent] of a dtype, lse [T, H] float32, and with_peaks the largest logits, to base
+    """o [T, H, latent] of `dtype`, lse [T, H] float32, and (with_peaks) the largest logits in base
     2, [T, H] float32; see `accumulate_kernel`."""
     (tokens, heads, width), device = q.shape, q.device
     quantized, single = records.is_quantized(cache), q.dtype == torch.float32
@@ -130,13 +131,13 @@ def attend(
         part_lse = gpu.empty((tokens, heads, splits), torch.float32, device)
     tiles, wide = _tiles(latent, quantized)
     plain = (quantized and width == latent and records.whole_latent(latent, cache.shape[2])) or 0
-    numbers, scales, ropes = _views(cache, quantized, plain)
+    values, scales, ropes = _views(cache, quantized, plain)
     source = candidates.cells if candidates.table is None else candidates.table
     paged = candidates.cells is None
     assert source is not None
     accumulate_kernel[(tokens * columns, splits)](
         q,
-        cache=numbers,
+        cache=values,
         scales=scales,
         ropes=ropes,
         cells=candidates.cells,
@@ -178,7 +179,7 @@ def attend(
 
 
 def _second(candidates: Candidates) -> dict[str, Any]:
-    """What `accumulate_kernel` is told of a second list."""
+    """Arguments of `accumulate_kernel` for a second list of candidates."""
     more, cache = candidates.more, candidates.more_cache
     return {
         "more": cache,
@@ -190,7 +191,8 @@ def _second(candidates: Candidates) -> dict[str, Any]:
 
 
 def fits_groups(q: Tensor, cache: Tensor, candidates: Candidates, latent: int) -> bool:
-    """Whether groups of warps gather and multiply: Hopper, DeepSeek's widths, lists of cells."""
+    """Whether `cells_groups_kernel` applies: Hopper, 512 + 64 elements per record, lists of
+    cells."""
     if candidates.cells is None or candidates.more or (latent, q.shape[2]) != (512, 576):
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or records.is_quantized(cache):
@@ -241,7 +243,7 @@ def _attend_in_groups(
 
 
 def _merge(part_o: Tensor, part_lse: Tensor, sink: Tensor | None, o: Tensor, lse: Tensor) -> None:
-    """Write o and lse of states [T, H, splits, .]."""
+    """Merge the partial states [T, H, splits, .] into o and lse."""
     tokens, heads, splits, latent = part_o.shape
     padded, pdl = gpu.next_power_of_2(splits), gpu.supports_pdl(o.device)
     columns = max(16, min(gpu.next_power_of_2(latent), TUNING.merged // padded))

@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family's ops, for `cairn bench ops`."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _(draw: Draw) -> Points:
 
 
 def _by_topk(logits: Tensor, count: Tensor, topk: int) -> Tensor:
-    """torch's operator for tokens with equally many candidates."""
+    """torch.topk, for tokens with equally many candidates."""
     return logits.topk(topk).indices.sort().values.to(torch.int32)
 
 
@@ -214,7 +214,8 @@ def _(draw: Draw) -> Points:
 def _(draw: Draw) -> Points:
     sizes = sizes_of(draw)
     widths = (sizes.latent, sizes.rope)
-    # Of DeepSeek's 128 heads on one device and on one of eight; the last is a chunk of a prefill.
+    # DeepSeek's 128 heads on one device, and its share of one of eight; the last size is a chunk of
+    # a prefill.
     steps = ((64, 128), (64, 64), (64, 16), (4, 128), (1, 128), (8192, 128))
     for tokens, heads in ((3, 4),) if is_tiny(draw) else steps:
         rows, each = min(tokens, 64), 2 * sizes.topk

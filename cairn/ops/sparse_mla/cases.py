@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def _(make: Make) -> Cases:
         yield make.args(latent, k_pe, small, spot)
         yield make.args(both[:, :256], both[:, 256:272], small, spot)
         yield make.args(latent[3:4], k_pe[3:4], small, spot[3:4])
-        # 192 numbers in float8, 3 bytes of scales, 5 of padding, 16 numbers in bfloat16, which hold
-        # them exactly: Triton's interpreter does not round to it.
+        # 192 elements in float8, 3 bytes of scales, 5 of padding, 16 elements in bfloat16, which
+        # hold them exactly: Triton's interpreter does not round to it.
         whole = make.randint(0, 256, 5, size, 232, dtype=torch.uint8)
         yield make.args(latent[:, :192], k_pe.bfloat16().to(dtype), whole, spot)
 
@@ -237,7 +237,7 @@ def _(make: Make) -> Cases:
         q = make.randn(6, heads, latent + rope, dtype=dtype)
         cells = make.randint(0, 7 * size, 6, 20, dtype=torch.int32)
         length = make.tensor([20, 0, 1, 19, 7, 20], torch.int32)
-        # Behind the length, and where no cell can be.
+        # Invalid entries: beyond the length, and outside of the cache.
         cells[2, 1:], cells[4, 7:] = 8 * size, 7 * size + 1
         cells[0, ::3], cells[3, 5], cells[3, 6] = -1, 1 << 30, -(1 << 31)
         cells[5] = make.tensor([9 * size, -2] * 10, torch.int32)
@@ -256,7 +256,7 @@ def _(make: Make) -> Cases:
             yield make.args(q, both[0], *given[2:], sink=sink, **more)
         wide = make.randn(6, 2 * heads, latent + rope, dtype=dtype)[:, ::2]
         yield make.args(wide, cache, cells, length, 0.1, latent, sink)
-        # Every number of a record is a value.
+        # The value is the whole record.
         yield make.args(q, cache, cells, length, 0.1, latent + rope, sink)
         parts = (part.flatten(0, 1) for part in cache[..., :80].split((64, 16), dim=-1))
         whole = records.quantize(*parts).view(9, size, -1)

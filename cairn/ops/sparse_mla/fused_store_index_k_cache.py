@@ -1,4 +1,4 @@
-"""Keys of the lightning indexer in float8 enter their paged cache, by another library's name."""
+"""Write of the lightning indexer's keys to a float8 paged cache, under sgl-kernel's name."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ NAME = "fused_store_index_k_cache"
 def fused_store_index_k_cache(
     key: Tensor, index_k_with_scale: Tensor, out_cache_loc: Tensor, page_size: int = 64
 ) -> None:
-    """`index_k_store` to a cache in float8, its linear layout, with scales max(|k|, 1e-4) / 448.
+    """`index_k_store` to a float8 cache in the linear layout, with scales max(|k|, 1e-4) / 448.
 
     Args:
         key: [T, D] float32, bfloat16 or float16; rows may be strided.
-        index_k_with_scale: [pages, page_size * (D + 4)] uint8: a page's numbers in e4m3, then its
-            scales in float32; changed.
-        out_cache_loc: [T] int32 or int64, page * page_size + slot; a negative one is not written.
-        page_size: tokens of a page.
+        index_k_with_scale: [pages, page_size * (D + 4)] uint8: per page the e4m3 codes, then the
+            float32 scales; changed.
+        out_cache_loc: [T] int32 or int64, page * page_size + slot; tokens with a negative one are
+            skipped.
+        page_size: tokens per page.
     Raises:
-        BadArgument: for another shape, dtype or device, or (on a CPU) a location behind the cache.
+        BadArgument: for another shape, dtype or device, or (on a CPU) a location beyond the cache.
     """
     index_k_store.reference(key, index_k_with_scale, out_cache_loc.long())
 

@@ -1,12 +1,12 @@
-"""How the indexer's keys lie in pages: the formats that the ops of this folder share.
+"""The paged cache formats of the indexer's keys.
 
-An unquantized cache is [pages, S, D], of the model's dtype. A quantized one is bytes, [pages,
-S * (D + 4)] uint8: a page holds S * D numbers in float8 e4m3, and behind them the S float32 scales
-of its tokens. Number x of a token with scale s is worth x * s.
+An unquantized cache is [pages, S, D], of the model's dtype. A quantized one is bytes, [pages, S *
+(D + 4)] uint8: a page holds S * D float8 e4m3 codes, followed by the float32 scales of its S
+tokens. Code x of a token with scale s stands for x * s.
 
-The linear layout has the D numbers of a token side by side. The preshuffled one has tiles of 16
-tokens by 16 dims, 256 bytes side by side: what a 16 x 16 matrix instruction reads at once. Nothing
-in the bytes tells one from the other: every op on a cache has to be given the same layout.
+In the linear layout the D codes of a token are contiguous. The preshuffled one has contiguous tiles
+of 16 tokens by 16 dims, 256 bytes, the operand of a 16 x 16 matrix instruction. The bytes do not
+tell the two apart: every op on a cache must be given the same layout.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cairn.ops.quantization import e8m0
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, scale_for
 
 TILE = 16
-"""Tokens and dims of a tile of the preshuffled layout."""
+"""Tokens, and dims, per tile of the preshuffled layout."""
 MOST_ROTATED = 256
 SCALE_BYTES = 4
 LEAST_AMAX = 1e-4
-"""The largest number of a key counts as this at least: a key of zeros has a scale, too."""
+"""Lower bound of max |k| in the scale, so that a key of zeros has a scale."""
 
 
 def is_quantized(cache: Tensor) -> bool:
-    """Whether a cache is bytes."""
+    """Whether a cache is quantised (uint8)."""
     return cache.dtype == BYTES
 
 
@@ -63,10 +63,10 @@ def _some(op: str, cache: Tensor, size: int) -> int:
 
 
 def quantize(k: Tensor, scale_ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """Keys [..., D] as (numbers [..., D] e4m3, scales [...] float32).
+    """Keys [..., D] as (codes [..., D] e4m3, scales [...] float32).
 
-    The scale is max(|k|, 1e-4) / 448, or the least power of two that is not below that; numbers are
-    rounded to the nearest, ties to even.
+    The scale is max(|k|, 1e-4) / 448, or with scale_ue8m0 that rounded up to a power of two; codes
+    are rounded to the nearest, ties to even.
     """
     k = k.float()
     scale = scale_for(k.abs().amax(dim=-1).clamp(min=LEAST_AMAX), E4M3_MAX)
@@ -76,23 +76,25 @@ def quantize(k: Tensor, scale_ue8m0: bool) -> tuple[Tensor, Tensor]:
 
 
 def check_rotation(op: str, dim: int) -> None:
-    """Raise BadArgument unless there is a Hadamard matrix of D that keys may be multiplied by."""
+    """Raise BadArgument unless `dim` has a supported Hadamard matrix."""
     if dim & (dim - 1) or not TILE <= dim <= MOST_ROTATED:
         refuse(op, "hadamard", f"is True, but {dim} is no power of two from 16 to {MOST_ROTATED}")
 
 
 def rotate(k: Tensor) -> Tensor:
-    """Keys or queries [..., D] times the Hadamard matrix of D, times D^-0.5: a rotation, in
-    float32. Scores stay, and few large dims no longer decide the scale of all."""
+    """Keys or queries [..., D] times the Hadamard matrix of D, times D^-0.5, in float32: a
+    rotation, which keeps scores and spreads a few large dims over all, so that they do not dominate
+    the scale."""
     turned: Tensor = hadamard_transform.reference(k.float(), k.shape[-1] ** -0.5)
     return turned
 
 
 def byte_positions(offset: Tensor, size: int, dim: int, preshuffled: bool) -> Tensor:
-    """Where in a page the bytes of tokens lie: [N, D + 4] int64, the numbers', then the scale's.
+    """Byte offsets of tokens in a page: [N, D + 4] int64, those of the codes, then those of the
+    scale.
 
     Args:
-        offset: [N] int64, of the tokens in their pages.
+        offset: [N] int64, slots of the tokens in their pages.
         size, dim: S, D.
         preshuffled: the layout.
     """
@@ -107,22 +109,22 @@ def byte_positions(offset: Tensor, size: int, dim: int, preshuffled: bool) -> Te
 
 
 def unpack(pages: Tensor, dim: int, preshuffled: bool) -> tuple[Tensor, Tensor]:
-    """Whole pages [N, S * (D + 4)] uint8 as (numbers [N, S, D] e4m3, scales [N, S] float32)."""
+    """Whole pages [N, S * (D + 4)] uint8 as (codes [N, S, D] e4m3, scales [N, S] float32)."""
     count, size = len(pages), pages.shape[1] // (dim + SCALE_BYTES)
-    numbers, scales = pages.split((size * dim, size * SCALE_BYTES), dim=1)
+    codes, scales = pages.split((size * dim, size * SCALE_BYTES), dim=1)
     if preshuffled:
-        tiles = numbers.reshape(count, size // TILE, dim // TILE, TILE, TILE)
-        numbers = tiles.transpose(2, 3)
-    keys = numbers.reshape(count, size, dim).view(E4M3)
+        tiles = codes.reshape(count, size // TILE, dim // TILE, TILE, TILE)
+        codes = tiles.transpose(2, 3)
+    keys = codes.reshape(count, size, dim).view(E4M3)
     return keys, scales.contiguous().view(torch.float32)
 
 
 def pack(keys: Tensor, preshuffled: bool, scale_ue8m0: bool) -> Tensor:
-    """Whole pages [pages, S, D] as a quantized cache holds them, [pages, S * (D + 4)] uint8."""
+    """Whole pages [pages, S, D] in the format of a quantised cache, [pages, S * (D + 4)] uint8."""
     pages, size, dim = keys.shape
-    numbers, scales = quantize(keys, scale_ue8m0)
+    codes, scales = quantize(keys, scale_ue8m0)
     offset = torch.arange(size, device=keys.device)
     packed = torch.empty(pages, size * (dim + SCALE_BYTES), dtype=BYTES, device=keys.device)
-    tokens = torch.cat((numbers.view(BYTES), scales.unsqueeze(-1).view(BYTES)), dim=-1)
+    tokens = torch.cat((codes.view(BYTES), scales.unsqueeze(-1).view(BYTES)), dim=-1)
     packed[:, byte_positions(offset, size, dim, preshuffled)] = tokens
     return packed

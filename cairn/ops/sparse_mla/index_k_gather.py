@@ -1,4 +1,4 @@
-"""Keys of the lightning indexer out of their paged cache, side by side."""
+"""Gather of the lightning indexer's keys from their paged cache."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from cairn.ops.sparse_mla import index_cache
 def index_k_gather(
     cache: Tensor, location: Tensor, head_dim: int, preshuffled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Numbers and scales of index keys, the very bits that `index_k_store` wrote.
+    """Codes and scales of index keys, bit for bit as `index_k_store` wrote them.
 
     Args:
         cache: [pages, S, D], or quantized [pages, S * (D + 4)] uint8.
-        location: [N] int64, page * S + slot in the page; a negative one gives zeros of scale 1.
+        location: [N] int64, page * S + slot in the page; a negative one gives zeros with scale 1.
         head_dim: D.
-        preshuffled: the quantized cache has tiles of 16 tokens by 16 dims.
+        preshuffled: the quantised cache has tiles of 16 tokens by 16 dims.
     Returns:
-        (k [N, D] float8_e4m3fn, scale [N] float32); a key is worth k * scale. Of an unquantized
-        cache k is of its dtype, and every scale 1.
+        (k [N, D] float8_e4m3fn, scale [N] float32); a key is k * scale. From an unquantised cache,
+        k has its dtype and every scale is 1.
     Raises:
-        BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location behind the
+        BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location beyond the
             cache.
     """
     size = index_cache.page_size(cache, head_dim)

@@ -1,4 +1,5 @@
-"""Keys of the lightning indexer enter their paged cache (DeepSeek-V3.2 report, section 2.1)."""
+"""Write of the lightning indexer's keys to their paged cache (DeepSeek-V3.2 report, section
+2.1)."""
 
 from __future__ import annotations
 
@@ -22,20 +23,20 @@ def index_k_store(
     scale_ue8m0: bool = False,
     hadamard: bool = False,
 ) -> None:
-    """Write every token's index key into its slot, in float8 if the cache is bytes.
+    """Write every token's index key to its slot, in float8 if the cache is uint8.
 
     A quantized key is e4m3(k / s) and its scale s = max(|k|, 1e-4) / 448, in float32.
 
     Args:
         k: [T, D]; of an unquantized cache's dtype, else float32, bfloat16 or float16.
         cache: [pages, S, D], or quantized [pages, S * (D + 4)] uint8; changed.
-        location: [T] int64, page * S + slot in the page; a negative one is not written.
+        location: [T] int64, page * S + slot in the page; tokens with a negative one are skipped.
         preshuffled: the quantized cache has tiles of 16 tokens by 16 dims.
-        scale_ue8m0: s is the least power of two that is not below it.
-        hadamard: k is multiplied by the Hadamard matrix of D times D^-0.5 first; of a quantized
-            cache alone.
+        scale_ue8m0: s is rounded up to a power of two.
+        hadamard: k is multiplied by the Hadamard matrix of D times D^-0.5 first; quantised caches
+            only.
     Raises:
-        BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location behind the
+        BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location beyond the
             cache.
     """
     dim = k.shape[1]

@@ -15,17 +15,17 @@ NAME = "index_q_quantize"
 
 @op
 def index_q_quantize(q: Tensor, weights: Tensor, hadamard: bool = False) -> tuple[Tensor, Tensor]:
-    """Numbers of queries, each scaled by max(|q|, 1e-4) / 448, and weights of their heads that hold
-    the scale: what `paged_mqa_logits` and `ragged_mqa_logits` take.
+    """Quantise queries with scales max(|q|, 1e-4) / 448 and multiply the scales into the heads'
+    weights: the inputs of `paged_mqa_logits` and `ragged_mqa_logits`.
 
     Args:
         q: [T, Hi, D] float32, bfloat16 or float16.
         weights: [T, Hi] float32.
         hadamard: q is multiplied by the Hadamard matrix of D times D^-0.5 first, as the keys are.
     Returns:
-        (numbers [T, Hi, D] float8_e4m3fn, weights [T, Hi] float32).
+        (codes [T, Hi, D] float8_e4m3fn, weights [T, Hi] float32).
     Raises:
-        BadArgument: for another shape, dtype or device, or a D that has no Hadamard matrix.
+        BadArgument: for another shape, dtype or device, or a D without a Hadamard matrix.
     """
     turned = index_cache.rotate(q) if hadamard else q
     numbers, scale = index_cache.quantize(turned, scale_ue8m0=False)

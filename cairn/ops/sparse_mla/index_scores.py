@@ -11,7 +11,7 @@ from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import Tolerance
 
 ALIGNED = 64
-"""The row stride of scores is a multiple of it, so that several are read and written at once."""
+"""The row stride of score tensors is a multiple of this, for vectorised loads and stores."""
 TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float32: (1e-4, 1e-4),
     torch.bfloat16: (1e-3, 1e-3),
@@ -34,27 +34,27 @@ def check_queries(op: str, q: Tensor, weights: Tensor) -> tuple[int, int, int]:
 
 
 def unscored(tokens: int, width: int, device: torch.device) -> Tensor:
-    """Memory for scores [tokens, width] float32, not written."""
+    """Uninitialised scores [tokens, width] float32 with an aligned row stride."""
     wide = -(-width // ALIGNED) * ALIGNED
     return gpu.empty((tokens, wide), torch.float32, device)[:, :width]
 
 
 def bytes_of_query(heads: int, blocks: int, size: int, dim: int) -> int:
-    """Bytes of what `score_keys` makes for one query: its keys, their scores, copies of q."""
+    """Bytes that `score_keys` allocates per query: its keys, their scores, copies of q."""
     return 4 * blocks * (size * (heads + dim) + heads * dim)
 
 
 def score_keys(q: Tensor, weights: Tensor, k: Tensor, scale: Tensor | None) -> Tensor:
     """scale_s * sum_h weights_h * max(0, q_h . k_s) for every key, in float32.
 
-    Blocks of keys are multiplied one by one: libraries round a product of another width in another
-    way, and a token's scores must not depend on how many keys other tokens have.
+    Blocks of keys are multiplied one by one: a library's rounding depends on the width of the
+    product, and a token's scores must not depend on how many keys other tokens have.
 
     Args:
         q: [n, Hi, D].
         weights: [n, Hi] float32.
-        k: [n, blocks, S, D], each query's own, or [1, blocks, S, D]; a key that is NaN does no harm
-            to others.
+        k: [n, blocks, S, D], each query's own, or [1, blocks, S, D]; a NaN key affects its own
+            score only.
         scale: [n, blocks, S] or [1, blocks, S] float32; None: 1.
     Returns:
         [n, blocks * S] float32.

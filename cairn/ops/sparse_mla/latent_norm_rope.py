@@ -1,4 +1,5 @@
-"""From the projection into latents to what latent attention reads and caches of a token."""
+"""From the down-projection of a token to its query latent, cached latent and rotary key, and index
+key."""
 
 from __future__ import annotations
 
@@ -34,23 +35,24 @@ def latent_norm_rope(
     interleaved: bool = True,
     index_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Norms of both latents of a row [q latent | latent | rotary key], the rotation of its rotary
-    key; and of an index key the layer norm, then the rotation of its first dr numbers. Each is
-    rounded once, the index key also behind its norm.
+    """Norm both latents of a row [q latent | latent | rotary key] and rotate its rotary key; layer
+    norm an index key and rotate its first dr elements. Each result is rounded once, the index key
+    also after its norm.
 
     Args:
         projected: [T, rq + r + dr] float32, bfloat16 or float16, rows may be strided.
-        key: [T, D] of its dtype, rows may be strided; None: there is no indexer.
+        key: [T, D] of its dtype, rows may be strided; None: no indexer.
         q_weight, kv_weight: [rq], [r], weights of the norms, of its dtype or float32.
         k_weight, k_bias: [D], of the layer norm; None without key.
         cos_sin, index_cos_sin: [T, dr] float32 = [cos | sin] of each token's angles.
         eps, key_eps: added to the mean squares and to the variance.
-        interleaved, index_interleaved: numbers 2i and 2i + 1 are pairs; else i and i + dr / 2.
+        interleaved, index_interleaved: elements 2i and 2i + 1 are pairs; else i and i + dr / 2.
     Returns:
         (q latent [T, rq], latent [T, r], rotary key [T, dr], index key [T, D], or [T, 0] without
         one), contiguous.
     Raises:
-        BadArgument: for another shape, dtype or device, or an index key without its arguments.
+        BadArgument: for another shape, dtype or device, or a key without the other arguments of the
+            indexer.
     """
     widths = (len(q_weight), len(kv_weight), cos_sin.shape[1])
     q_latent, latent, pe = projected.split(widths, dim=1)
@@ -65,7 +67,7 @@ def latent_norm_rope(
 
 
 def turned(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
-    """Heads [T, ..., D] with their first numbers rotated, in memory of their own."""
+    """A copy of heads [T, ..., D] with their first dims rotated."""
     own = x.contiguous().clone()
     cos, sin = cos_sin.chunk(2, dim=-1)
     rotate(own, cos, sin, x.shape[-1], not interleaved)

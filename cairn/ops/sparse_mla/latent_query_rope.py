@@ -1,4 +1,5 @@
-"""From the projection of query latents to rotated queries of latent attention and its indexer."""
+"""From the up-projection of query latents to the rotated queries of latent attention and its
+indexer."""
 
 from __future__ import annotations
 
@@ -29,22 +30,24 @@ def latent_query_rope(
     interleaved: bool = True,
     index_interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the last dr numbers of every head of a row [H heads | Hi heads of the indexer] into q,
-    behind its latent numbers; and of the indexer's heads the first dr. Rounded once.
+    """Rotate the last dr elements of every head of a row [H heads | Hi heads of the indexer] and
+    write them to the end of q's heads; rotate the first dr elements of the indexer's heads. Rounded
+    once.
 
     Args:
         projected: [T, H * (dn + dr) + Hi * D] float32, bfloat16 or float16, rows may be strided.
-        q: [T, H, r + dr] of its dtype; its last dr numbers are changed.
-        weights: [T, Hi] float32, of the indexer's heads; None: there is no indexer.
+        q: [T, H, r + dr] of its dtype; the last dr elements of each head are changed.
+        weights: [T, Hi] float32, of the indexer's heads; None: no indexer.
         cos_sin, index_cos_sin: [T, dr] float32 = [cos | sin] of each token's angles.
         nope_dim: dn.
-        factor: of the weights.
-        interleaved, index_interleaved: numbers 2i and 2i + 1 are pairs; else i and i + dr / 2.
+        factor: the weights are multiplied by it.
+        interleaved, index_interleaved: elements 2i and 2i + 1 are pairs; else i and i + dr / 2.
     Returns:
-        (queries of the indexer [T, Hi, D], weights * factor [T, Hi]), contiguous; without an
-        indexer [T, 0, 0] and [T, 0].
+        (index queries [T, Hi, D], weights * factor [T, Hi]), contiguous; without an indexer [T, 0,
+        0] and [T, 0].
     Raises:
-        BadArgument: for another shape, dtype or device, or an indexer without its arguments.
+        BadArgument: for another shape, dtype or device, or weights without the other arguments of
+            the indexer.
     """
     (tokens, heads), rope = q.shape[:2], cos_sin.shape[1]
     own = heads * (nope_dim + rope)

@@ -1,4 +1,4 @@
-"""Writing to locations of a cache, some of which are to be skipped."""
+"""Writes to cache locations, of which some are skipped."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def store(
 ) -> None:
     """Write values[t] to cache[index_of(location)[t]] where 0 <= location[t] < capacity.
 
-    The device is not asked which tokens are skipped: they repeat what a kept token writes or, if
-    there is none, what is in the cache.
+    Without a host sync it is not known which tokens are skipped: a skipped token repeats the write
+    of another token or, if all are skipped, rewrites what the cache holds.
 
     Args:
         cache: of any shape, changed.
         values: [T, n], the cache's dtype.
         location: [T] int64.
-        capacity: locations that the cache has.
-        index_of: gives the index of locations; cache[index] is [T, n].
+        capacity: number of locations of the cache.
+        index_of: function from locations to an index, such that cache[index] is [T, n].
     """
     if not location.numel() or not capacity:
         return

@@ -1,4 +1,4 @@
-"""Latents and rotary keys of a step enter their paged cache (DeepSeek-V2 report, section 2.1)."""
+"""Write of latents and rotary keys to their paged cache (DeepSeek-V2 report, section 2.1)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from cairn.ops.sparse_mla import locations, records, store_launch
 
 @op(mutates=("cache",))
 def mla_kv_store(latent: Tensor, k_pe: Tensor, cache: Tensor, location: Tensor) -> None:
-    """Write every token's latent and rotary key into its slot, the latent in float8 if it is bytes.
+    """Write every token's latent and rotary key to its slot; the latent in float8 if the cache is
+    uint8.
 
-    A quantized latent is e4m3(x / s) in tiles of 128 with s = 2^ceil(log2(max(|x| / 448, 1e-4))).
-    One of which r / 64 is odd is so in tiles of 64, with s = 2^ceil(log2(max(|x|, 1e-4) / 448)).
+    A quantised latent is e4m3(x / s) in tiles of 128 with s = 2^ceil(log2(max(|x| / 448, 1e-4))).
+    If r / 64 is odd, tiles have 64 elements, and s = 2^ceil(log2(max(|x|, 1e-4) / 448)).
 
     Args:
         latent: [T, r]; of an unquantized cache's dtype, else float32, bfloat16 or float16.
         k_pe: [T, dr], of latent's dtype.
         cache: [pages, S, r + dr], or quantized, [pages, S, r + 4 * (r / 128) + 2 * dr] uint8: the
-            latent, its scales in float32, k_pe in bfloat16; with r / 64 odd scales are bytes of
-            e8m0, and zeros up to a multiple of 8 of them; changed.
-        location: [T] int64, page * S + slot in the page; a negative one is not written.
+            latent, its scales in float32, k_pe in bfloat16; with r / 64 odd, scales are e8m0 bytes,
+            padded with zeros to a multiple of 8; changed.
+        location: [T] int64, page * S + slot in the page; tokens with a negative one are skipped.
     Raises:
-        BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location behind the
+        BadArgument: for another shape, dtype, device or layout, or (on a CPU) a location beyond the
             cache.
     """
     pages, size, _ = cache.shape

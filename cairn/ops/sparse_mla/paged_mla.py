@@ -1,4 +1,4 @@
-"""Latent attention over all tokens of a row, or over a stretch of them, through the page table."""
+"""Latent attention over a range of slots of a row, through the page table."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def paged_mla(
     """`sparse_mla` over slots begin .. end - 1 of each token's row.
 
     Args:
-        q, cache, scale, value_dim, sink, dtype: as there.
-        page_table: [rows, max_pages] int32; a page that the cache does not have is passed over.
+        q, cache, scale, value_dim, sink, dtype: as in `sparse_mla`.
+        page_table: [rows, max_pages] int32; page ids out of range are skipped.
         row: [T] int64, of the page table.
-        begin, end: [T] int32 or int64; no begin: 0; end <= begin is a token that sees nothing.
-        width: no token's end is beyond it; None: the reach of the page table.
+        begin, end: [T] int32 or int64; begin None: 0. A token with end <= begin attends to nothing.
+        width: upper bound of `end`; None: slots of the page table.
     Returns:
         (o [T, H, r], lse [T, H] float32, without the sink).
     Raises:

@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer over keys in a paged cache."""
+"""Scores of the lightning indexer over a paged cache of keys."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def paged_mqa_logits_into(
     least: int = 0,
     chunked: bool = False,
 ) -> None:
-    """Write what `paged_mqa_logits` returns; columns without a score stay as they are.
+    """`paged_mqa_logits` into an existing tensor; columns without a score are not changed.
 
     Args:
-        q, weights, cache, page_table, row, context, preshuffled, least, chunked: as there.
+        q, weights, cache, page_table, row, context, preshuffled, least, chunked: as in
+            `paged_mqa_logits`.
         logits: [T, width] float32, rows of any stride; changed.
     Raises:
-        BadArgument: as there.
+        BadArgument: as in `paged_mqa_logits`.
     """
     tokens, heads, dim = q.shape
     size, width = index_cache.page_size(cache, dim), logits.shape[1]
@@ -66,7 +67,7 @@ def paged_mqa_logits_into(
         present = (pages >= 0) & (pages < len(cache))
         keys, scales = _gather(cache, pages.clamp(0, len(cache) - 1), dim, preshuffled)
         scores = score_keys(q[part], weights[part], keys, scales)
-        # A page that the cache does not have is never selected.
+        # Keys of page ids out of range are never selected.
         scores.masked_fill_(~present.repeat_interleave(size, dim=1), -torch.inf)
         end = context[part].unsqueeze(1)
         scored = (column < end) & (end > least)
@@ -89,22 +90,22 @@ def paged_mqa_logits(
     """Score of every visible key: scale_s * sum_h weights_h * max(0, q_h . k_s), in float32.
 
     Args:
-        q: [T, Hi, D] float32, bfloat16, float16 or float8_e4m3fn; what scales a float8 query is in
-            its weights.
+        q: [T, Hi, D] float32, bfloat16, float16 or float8_e4m3fn; the scales of a float8 query are
+            multiplied into its weights.
         weights: [T, Hi] float32, of any sign.
         cache: index keys [pages, S, D] float32, bfloat16 or float16, or quantized,
             [pages, S * (D + 4)] uint8.
-        page_table: [rows, max_pages] int32, logical to physical page.
+        page_table: [rows, max_pages] int32, physical page ids.
         row: [T] int64, of the page table.
-        context: [T] int32 or int64, keys visible to each token: slots 0 .. context - 1. Without
-            any, none is read.
-        width: most keys that a token may see; None: those of the whole page table.
+        context: [T] int32 or int64, keys visible to each token: slots 0 .. context - 1. With 0 no
+            key is read.
+        width: upper bound of `context`; None: slots of the page table.
         preshuffled: the quantized cache has tiles of 16 tokens by 16 dims.
-        least: tokens that see no more keys than that need no scores, and get none.
-        chunked: neighbouring tokens are of one row, dozens side by side: it decides how they are
-            computed, not what.
+        least: tokens with at most this many visible keys get no scores.
+        chunked: dozens of adjacent tokens share a row, as in a prefill; a hint that does not change
+            results.
     Returns:
-        [T, width] float32, each row at an aligned address; columns without a score are not written.
+        [T, width] float32, with an aligned row stride; columns without a score are not written.
     Raises:
         BadArgument: for another shape, dtype, device or layout, or (on a CPU) a row or context
             beyond the page table or `width`.
@@ -125,7 +126,7 @@ def paged_mqa_logits(
 def _gather(
     cache: Tensor, pages: Tensor, dim: int, preshuffled: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Keys [n, columns, S, D] of pages [n, columns], and their scales, if they have any."""
+    """Keys [n, columns, S, D] of pages [n, columns], and their scales, or None."""
     if not index_cache.is_quantized(cache):
         keys = paging.gather_pages(cache.unsqueeze(1), pages)
         return keys.view(*pages.shape, cache.shape[1], dim), None

@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer over keys side by side."""
+"""Scores of the lightning indexer over contiguous keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cairn.ops.sparse_mla.index_scores import (
 )
 
 BLOCK = 64
-"""Keys that the definition multiplies at once."""
+"""Keys per block of the definition."""
 
 
 @op(mutates=("logits",))
@@ -37,14 +37,15 @@ def ragged_mqa_logits_into(
     logits: Tensor,
     compact: bool = False,
 ) -> None:
-    """Write what `ragged_mqa_logits` returns; columns of other keys stay as they are.
+    """`ragged_mqa_logits` into an existing tensor; columns of keys outside of a token's range are
+    not changed.
 
     Args:
-        q, weights, k, scale, start, end: as there.
-        logits: [T, L], or with compact [T, width], float32, rows of any stride; changed.
+        q, weights, k, scale, start, end: as in `ragged_mqa_logits`.
+        logits: [T, L] or, with compact, [T, width] float32, rows of any stride; changed.
         compact: column j is key start + j.
     Raises:
-        BadArgument: as there.
+        BadArgument: as in `ragged_mqa_logits`.
     """
     tokens, heads, dim = q.shape
     length, columns = len(k), logits.shape[1]
@@ -80,18 +81,18 @@ def ragged_mqa_logits(
     """Score of keys start .. end - 1: scale_s * sum_h weights_h * max(0, q_h . k_s), in float32.
 
     Args:
-        q: [T, Hi, D] float32, bfloat16, float16 or float8_e4m3fn; what scales a float8 query is in
-            its weights.
+        q: [T, Hi, D] float32, bfloat16, float16 or float8_e4m3fn; the scales of a float8 query are
+            multiplied into its weights.
         weights: [T, Hi] float32, of any sign.
-        k: [L, D], any of these dtypes: the keys of all requests, one behind the other.
+        k: [L, D], any of these dtypes: the concatenated keys of all requests.
         scale: [L] float32; None: 1.
-        start, end: [T] int32 or int64; end <= start is a token that sees no key.
+        start, end: [T] int32 or int64; a token with end <= start sees no key.
         width: None: column j of the result is key j. Else the result is compact: column j is key
-            start + j, and no token may see more keys than that.
+            start + j, and `width` is the upper bound of end - start.
     Returns:
-        [T, L] or [T, width] float32. Columns of other keys are not written.
+        [T, L] or [T, width] float32. Columns of keys outside of start .. end - 1 are not written.
     Raises:
-        BadArgument: for another shape, dtype or device, or (on a CPU) an end behind the keys.
+        BadArgument: for another shape, dtype or device, or (on a CPU) an end beyond the keys.
     """
     if width is not None:
         check_least("ragged_mqa_logits", "width", width, 0)

@@ -1,4 +1,4 @@
-"""Sizes that the ops of this folder are timed on: those of DeepSeek-V3.2."""
+"""Benchmark sizes of this family's ops: those of DeepSeek-V3.2."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cairn.ops.benching import Draw, short
 
 
 class Sizes(NamedTuple):
-    """Of a layer: heads and dim of the indexer, page size, widths of latent and rotary key, keys
-    that are selected, width of the query's latent."""
+    """Sizes of a layer: heads and dim of the indexer, page size, widths of latent and rotary key,
+    number of selected keys, width of the query latent."""
 
     index_heads: int
     index_dim: int
@@ -27,7 +27,7 @@ FULL, TINY = Sizes(64, 128, 64, 512, 64, 2048, 1536), Sizes(4, 32, 16, 128, 16, 
 
 
 class Decode(NamedTuple):
-    """A step of one token a sequence, each with a context of its own pages in random order."""
+    """A decode step with one token per sequence, each with its own pages in random order."""
 
     sizes: Sizes
     tokens: int
@@ -36,7 +36,7 @@ class Decode(NamedTuple):
 
     @property
     def pages(self) -> int:
-        """Pages of all sequences."""
+        """Number of pages of all sequences."""
         return self.page_table.numel()
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How the scores of the lightning indexer are launched."""
+"""Launch of the lightning indexer's scores."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from cairn.ops.sparse_mla.kernels.scores import scores_kernel
 from cairn.ops.sparse_mla.tuning import TUNING
 
 MOST_HEADS, MOST_DIM = 128, 256
-"""Largest queries of a program."""
+"""Most heads, and largest head dim, that the kernel takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys that a kernel reads.
+    """Index keys, paged or contiguous.
 
     Attributes:
-        numbers: the first of them.
-        scales: their scales; None: they are 1.
-        stride, scale_stride: numbers from page to page, or from key to key.
-        pages: how many pages there are.
-        size: slots of a page; 0: keys lie side by side.
+        values: the keys; of a quantised cache, the cache viewed as e4m3.
+        scales: their scales; None: all are 1.
+        stride, scale_stride: elements from page to page, or from key to key.
+        pages: number of pages.
+        size: page size; 0: contiguous keys.
         preshuffled: the layout.
     """
 
-    numbers: Tensor
+    values: Tensor
     scales: Tensor | None
     stride: int
     scale_stride: int
@@ -40,18 +40,18 @@ class Keys:
 
     @classmethod
     def of_cache(cls, cache: Tensor, dim: int, preshuffled: bool) -> Keys:
-        """In pages."""
+        """The keys of a paged cache."""
         size = index_cache.page_size(cache, dim)
         if not index_cache.is_quantized(cache):
             return cls(cache, None, cache.stride(0), 0, len(cache), size)
         scales = cache.view(torch.float32)[:, size * dim // 4 :]
-        numbers = cache.view(E4M3)
-        strides = (numbers.stride(0), scales.stride(0))
-        return cls(numbers, scales, *strides, len(cache), size, preshuffled)
+        values = cache.view(E4M3)
+        strides = (values.stride(0), scales.stride(0))
+        return cls(values, scales, *strides, len(cache), size, preshuffled)
 
 
 def words_fit(cache: Tensor, dim: int) -> bool:
-    """Whether the scales of a quantized cache lie where float32 numbers may."""
+    """Whether the scales of a quantised cache are aligned for float32."""
     size = index_cache.page_size(cache, dim)
     places = (cache.stride(0), cache.storage_offset(), size * dim, cache.shape[1])
     return all(place % 4 == 0 for place in places)
@@ -59,14 +59,14 @@ def words_fit(cache: Tensor, dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Which keys tokens see.
+    """The range of keys visible to each token.
 
     Attributes:
-        begin, end: [T] positions; no begin: 0.
-        limit: where the keys end that there are.
-        table, row: page table, and each token's row.
-        least: tokens that see no more keys get no scores.
-        compact: a token's scores begin in column 0.
+        begin, end: [T] positions; begin None: 0.
+        limit: upper bound of end.
+        table, row: page table, and each token's row in it.
+        least: tokens with at most this many visible keys get no scores.
+        compact: column 0 is a token's first visible key.
     """
 
     begin: Tensor | None
@@ -84,10 +84,10 @@ def score(
     """Write logits [T, width]; see `scores_kernel`.
 
     Args:
-        chunked: neighbouring tokens are of one row, dozens side by side.
+        chunked: dozens of adjacent tokens share a row, as in a prefill.
     """
     (tokens, heads, dim), width = q.shape, logits.shape[1]
-    if not tokens or not width or not keys.numbers.numel():
+    if not tokens or not width or not keys.values.numel():
         return
     padded = max(16, gpu.next_power_of_2(heads))
     side = max(1, TUNING.chunk_columns // padded) if chunked else 1
@@ -102,7 +102,7 @@ def score(
     scores_kernel[(groups, splits)](
         q,
         weights=weights,
-        keys=keys.numbers,
+        keys=keys.values,
         scales=keys.scales,
         table=seen.table,
         rows=seen.row,
@@ -135,7 +135,7 @@ def score(
 
 
 def accepts(q: Tensor, weights: Tensor, logits: Tensor) -> bool:
-    """Queries, weights and scores that the kernel reads and writes."""
+    """Whether the kernel can read these queries and weights and write these scores."""
     dim = q.shape[2]
     near = q.stride(2) == 1 and q.stride(1) == dim and logits.stride(1) == 1
     floats = q.dtype != E4M3 or gpu.INTERPRETED or gpu.knows_e4m3(q.device)

@@ -1,4 +1,4 @@
-"""Which keys sparse attention reads (DeepSeek-V3.2 report, section 2.1: the selection)."""
+"""Selection of the keys for sparse attention (DeepSeek-V3.2 report, section 2.1)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def select_topk(
 ) -> Tensor:
     """Positions of the topk largest logits of every token, exact for any logits.
 
-    A token has the candidates logits[t, start : start + count]. With count <= topk all are taken,
-    whatever the logits hold. Of equal logits (+0 and -0 are) the lower position is taken; NaN
-    counts as -inf. With a page table each position p is replaced by its cell,
-    page_table[row, p // S] * S + p % S, S = page_size.
+    A token has the candidates logits[t, start : start + count]. With count <= topk all are
+    selected, whatever the logits. Of equal logits (+0 equals -0) the lower position is selected;
+    NaN counts as -inf. With a page table each position p is replaced by its cell, page_table[row, p
+    // S] * S + p % S, S = page_size.
 
     Args:
         logits: [T, L] float32, rows of any stride.
@@ -45,8 +45,7 @@ def select_topk(
         [T, topk] int32, positions relative to start or their cells, in the order of ascending
         positions, padded with -1.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit, or arguments of the page table
-            without each other.
+        BadArgument: for another shape, dtype or device, or only some of the page table's arguments.
     """
     position = _in_blocks(selection.select, logits, count, topk, start)
     return _cells(position, page_table, row, page_size)
@@ -59,7 +58,7 @@ def _in_blocks(
     topk: int,
     start: Tensor | None,
 ) -> Tensor:
-    """`select` of a few tokens at once: it makes several tensors of the logits' shape."""
+    """`select` in blocks of tokens, because it allocates several tensors of the logits' shape."""
     position = selection.blank(logits, topk)
     counts, starts = count.int(), None if start is None else start.int()
     block = paging.tokens_per_block(32 * logits.shape[1], len(logits))
@@ -73,7 +72,8 @@ def _in_blocks(
 def _cells(
     position: Tensor, page_table: Tensor | None, row: Tensor | None, page_size: int
 ) -> Tensor:
-    """Positions [T, topk], or their cells. One that no page of the table holds becomes -1."""
+    """Positions [T, topk], or with a page table their cells; positions beyond the table become
+    -1."""
     if page_table is None or row is None:
         return position
     columns = page_table.shape[1]

@@ -1,4 +1,5 @@
-"""Latents and rotary keys enter a cache of one slot a row (DeepSeek-V2 report, section 2.1)."""
+"""Write of latents and rotary keys to a cache with one row per slot (DeepSeek-V2 report, section
+2.1)."""
 
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ def set_mla_kv_buffer(
 
     Args:
         kv_buffer: [slots, r + dr] or [slots, 1, r + dr] float32, bfloat16, float16, float8 or
-            uint8, changed; of one byte a number, r and dr are even.
-        loc: [T] int32 or int64; a negative one is not written, one that comes twice is undefined.
-        cache_k_nope, cache_k_rope: [T, r], [T, dr], or with a dim of one head, of kv_buffer's
+            uint8, changed; with one byte per element, r and dr are even.
+        loc: [T] int32 or int64; tokens with a negative slot are skipped; repeated slots are
+            undefined.
+        cache_k_nope, cache_k_rope: [T, r], [T, dr], or with a head dim of size 1, of kv_buffer's
             dtype; rows may be strided.
-        num_warps: without effect.
+        num_warps: ignored.
     Raises:
-        BadArgument: for another shape, dtype or device, or (on a CPU) a location behind the buffer.
+        BadArgument: for another shape, dtype or device, or (on a CPU) a location beyond the buffer.
     """
     latent, k_pe = cache_k_nope.flatten(1), cache_k_rope.flatten(1)
     rows = torch.cat((latent.view(torch.uint8), k_pe.view(torch.uint8)), dim=1)
@@ -55,7 +57,7 @@ def _(call: Call) -> None:
 
 
 def _words(x: Tensor) -> Tensor:
-    """[n, 1, width] as numbers that the kernel copies."""
+    """x viewed as [n, 1, width] of a dtype that the kernel copies."""
     x = x.flatten(1).unsqueeze(1)
     return x.view(torch.float16) if x.element_size() == 1 else x
 

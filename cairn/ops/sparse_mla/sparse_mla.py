@@ -1,4 +1,4 @@
-"""Latent attention over selected cells of the paged cache (DeepSeek-V3.2 report, equation 2)."""
+"""Latent attention over selected slots of the paged cache (DeepSeek-V3.2 report, equation 2)."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ def sparse_mla(
     more_cells: Tensor | None = None,
     more_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of every token over cells of its own, which all of its heads share.
+    """Softmax attention of every token over its own list of cells (slots of the cache), shared by
+    all heads.
 
-    A record of the cache, [latent | rotary key], is a key, and its latent the value. Cell c counts
-    for token t if it is one of the first length[t] in its list and in the cache; any other number
-    may stand in its place. A sink adds e^sink to the denominator: o / (1 + e^(sink - lse)).
+    A record of the cache, [latent | rotary key], is a key, and its latent is the value. Token t
+    attends to the first length[t] cells of its list; entries that are not cells of the cache are
+    ignored. A sink adds e^sink to the denominator: o / (1 + e^(sink - lse)).
 
     Args:
         q: [T, H, r + dr] float32, bfloat16 or float16.
         cache: [pages, S, r + dr] of q's dtype, or quantized, [pages, S, r + 4 * (r / 128) + 2 * dr]
-            uint8 (`mla_kv_store`); or, where value_dim is q's width, of records in bytes of which
-            every number is a value.
+            uint8 (`mla_kv_store`); or, where value_dim is q's width, quantised records whose value
+            is the whole record.
         cells: [T, W] int32, page * S + slot in the page.
         length: [T] int32 or int64.
-        scale: of the dot products.
+        scale: softmax scale.
         value_dim: r.
         sink: [H] float32, or None.
-        dtype: of o; None: float32.
-        more_cache, more_cells, more_length: further cells of the same softmax, in another cache of
+        dtype: dtype of o; None: float32.
+        more_cache, more_cells, more_length: further cells in the same softmax, in another cache of
             such records; all three or none.
     Returns:
         (o [T, H, r], lse [T, H] float32, without the sink); a token without a cell has o = 0,
@@ -75,7 +76,7 @@ def sparse_mla(
         scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
         values, total = paging.weigh(scores, taken[..., :value_dim])
         if sink is not None:
-            # Without a cell o is 0, whatever the sink: -inf - -inf is no number.
+            # Without a cell o is 0 whatever the sink; -inf - -inf would be NaN.
             share = 1 / (1 + torch.exp(sink.unsqueeze(-1) - total))
             values.mul_(share.masked_fill(total.isneginf(), 0))
         o[part], lse[part] = values, total.squeeze(-1)
@@ -85,11 +86,12 @@ def sparse_mla(
 def _taken(
     cache: Tensor, cells: Tensor, length: Tensor, value_dim: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Records [n, W, width] float32 of lists of cells, and which entries name none [n, W]."""
+    """Records [n, W, width] float32 of lists of cells, and a mask of the entries without one [n,
+    W]."""
     capacity = cache.shape[0] * cache.shape[1]
     cell, place = cells.long(), torch.arange(cells.shape[1], device=cells.device)
     hidden = (place >= length.unsqueeze(1)) | (cell < 0) | (cell >= capacity)
-    # What is hidden may lie in memory that nobody owns, which may hold NaN.
+    # Masked records may be in free pages, which may hold NaN.
     taken = records.take(cache, cell.clamp(0, capacity - 1), value_dim, width)
     return taken.masked_fill_(hidden.unsqueeze(-1), 0), hidden
 

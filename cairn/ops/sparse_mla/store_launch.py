@@ -1,4 +1,4 @@
-"""How writes to the caches of this family are launched."""
+"""Launches of the writes to this family's caches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from cairn.ops.sparse_mla.score_launch import words_fit
 from cairn.ops.sparse_mla.tuning import TUNING
 
 ROTATED = 16
-"""Rows of a program that multiplies them by the Hadamard matrix."""
+"""Rows per program when they are multiplied by the Hadamard matrix."""
 
 
 def fits_index(k: Tensor, cache: Tensor, location: Tensor) -> bool:
-    """Keys, cache and locations that the kernel reads."""
+    """Whether the kernel can take these keys, cache and locations."""
     words = not index_cache.is_quantized(cache) or words_fit(cache, k.shape[1])
     return words and k.stride(1) == 1 and cache.is_contiguous() and location.is_contiguous()
 
@@ -61,7 +61,7 @@ def store_index(
 
 
 def quantize_queries(q: Tensor, weights: Tensor, hadamard: bool) -> tuple[Tensor, Tensor]:
-    """(numbers [T, Hi, D] e4m3, weights [T, Hi] times the scales) of contiguous queries."""
+    """(codes [T, Hi, D] e4m3, weights [T, Hi] times the scales) of contiguous queries."""
     tokens, heads, dim = q.shape
     codes = gpu.empty(q.shape, torch.uint8, q.device)
     scaled = gpu.empty(weights.shape, torch.float32, q.device)
@@ -85,7 +85,7 @@ def quantize_queries(q: Tensor, weights: Tensor, hadamard: bool) -> tuple[Tensor
 
 
 def fits_records(latent: Tensor, k_pe: Tensor, cache: Tensor, location: Tensor) -> bool:
-    """Latents, rotary keys, cache and locations that the kernel reads."""
+    """Whether the kernel can take these latents, rotary keys, cache and locations."""
     near = latent.stride(1) == 1 and k_pe.stride(1) == 1 and location.is_contiguous()
     if not records.is_quantized(cache):
         return near

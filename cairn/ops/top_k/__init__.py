@@ -1,6 +1,6 @@
-"""The largest numbers of a row, as positions or places in a cache.
+"""Top-k selection in rows of scores, as positions or as slots of a cache.
 
-What sgl-kernel has in its module `top_k` is in `cairn.ops.top_k` too.
+The functions of sgl-kernel's module `top_k` are importable from `cairn.ops.top_k` too.
 """
 
 from cairn.ops.top_k.fast_topk import fast_topk

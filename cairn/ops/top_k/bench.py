@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family's ops, for `cairn bench ops`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _(draw: Draw) -> Points:
 def _by_topk(
     score: Tensor, lengths: Tensor, table: Tensor, cu_seqlens_q: Tensor, topk: int
 ) -> Tensor:
-    """torch's operators for a row a request, all of equal length."""
+    """torch's operators for one row per request, all of equal length."""
     return table.gather(1, score.topk(topk).indices.sort().values)
 
 

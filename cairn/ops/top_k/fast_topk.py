@@ -1,4 +1,4 @@
-"""The largest numbers along a dim."""
+"""The k largest values along a dim."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from cairn.ops.registry import op
 from cairn.ops.top_k.kernels.few import few_kernel, first_kernel
 
 MOST, LONGEST = 16, 1 << 14
-"""Most numbers that are found one after the other, in rows of so many."""
+"""Largest topk, and longest row, for which the values are found one at a time."""
 GROUPS, LONG, WARPS = 128, 4096, 1
-"""Groups of a row, twice as many of one of more than LONG numbers, and warps of a program."""
+"""Groups that a row is split into (twice as many in rows of more than LONG elements), and warps per
+program."""
 STEP, WHOLE_STEP, ONE_STEP = 8, 32, 16
-"""Numbers of each group that are read at once: masked ones, or of more groups, take more registers;
-numbers without their places fewer."""
+"""Elements of each group per iteration: with masks, or more groups, more registers are needed;
+values without their positions (topk = 1) need fewer."""
 
 
 @op
@@ -56,7 +57,7 @@ def _few(call: Call) -> bool:
 
 @fast_topk.implementation("triton", devices=gpu.DEVICES, when=_few, replayed=True)
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    """One program a row, which is read once but for the neighbours of what is found."""
+    """One program per row. The row is read once, and the group of each found value again."""
     width = call.values.shape[-1]
     rows, shape = call.values.numel() // width, (*call.values.shape[:-1], call.topk)
     found = gpu.empty(shape, call.values.dtype, call.values.device)

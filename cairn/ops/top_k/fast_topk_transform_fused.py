@@ -1,4 +1,4 @@
-"""The largest scores of a row, as places in a paged cache."""
+"""The largest scores of a row, as slots of a paged cache."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def fast_topk_transform_fused(
     row_starts: Tensor | None = None,
     page_size: int = 1,
 ) -> Tensor:
-    """`fast_topk_v2`, each position replaced by its place in the cache.
+    """`fast_topk_v2`, with each position replaced by its slot in the cache.
 
-    Row r belongs to the request q with cu_seqlens_q[q] <= r < cu_seqlens_q[q + 1]; position p lies
-    in page page_table_size_1[q, p // P], so its place is that page * P + p % P. Rows that belong
-    to no request are -1.
+    Row r belongs to the request q with cu_seqlens_q[q] <= r < cu_seqlens_q[q + 1]; position p is in
+    page page_table_size_1[q, p // P], so its slot is that page * P + p % P. Rows that belong to no
+    request are filled with -1.
 
     Args:
         score, lengths, topk, row_starts: as in `fast_topk_v2`.
         page_table_size_1: [Bq, n] int32, rows of any stride.
         cu_seqlens_q: [Bq + 1] int32, ascending.
-        page_size: P, positions that an entry of the table stands for.
+        page_size: P, positions per entry of the table.
     Returns:
         [B, topk] int32, in the order of the positions, padded with -1.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     place = selection.select(Rows(score, lengths, row_starts, topk)).long()
     row = torch.arange(score.shape[0], device=score.device, dtype=torch.int32)

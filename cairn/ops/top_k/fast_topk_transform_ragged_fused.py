@@ -1,4 +1,4 @@
-"""The largest scores of a row, as places among the keys of all requests laid end to end."""
+"""The largest scores of a row, as indices into the concatenated keys of all requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fast_topk_transform_ragged_fused(
     topk: int,
     row_starts: Tensor | None = None,
 ) -> Tensor:
-    """`fast_topk_v2`, with an offset of its row added to each position.
+    """`fast_topk_v2`, with the row's offset added to each position.
 
     Args:
         score, lengths, topk, row_starts: as in `fast_topk_v2`.
@@ -29,7 +29,7 @@ def fast_topk_transform_ragged_fused(
     Returns:
         [B, topk] int32, ascending, padded with -1.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     place = selection.select(Rows(score, lengths, row_starts, topk))
     return torch.where(place >= 0, place + topk_indices_offset[:, None], NONE)

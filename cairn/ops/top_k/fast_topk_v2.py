@@ -18,8 +18,8 @@ def fast_topk_v2(
     """Positions of the topk largest scores of every row, exact for any scores.
 
     Row b has the candidates score[b, start : start + n]. With n <= topk the result is 0 .. n - 1,
-    whatever the scores hold. Of equal scores the lower position is taken; NaN counts as -inf. What
-    would lie outside of the row is no candidate.
+    whatever the scores hold. Of equal scores the lower position is taken; NaN counts as -inf.
+    Candidates outside of the row are ignored.
 
     Args:
         score: [B, L] float32, rows of any stride.
@@ -29,7 +29,7 @@ def fast_topk_v2(
     Returns:
         [B, topk] int32, relative to start, ascending, padded with -1.
     Raises:
-        BadArgument: for a shape, dtype or device that does not fit.
+        BadArgument: for another shape, dtype or device.
     """
     return selection.select(Rows(score, lengths, row_starts, topk))
 

@@ -1,4 +1,4 @@
-"""How the selection is launched: by the sizes of the rows, never by what is in them."""
+"""Launch of the selection, which depends on the sizes of the rows only, never on their scores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cairn.ops.top_k.selection import Rows
 
 
 class Pages(NamedTuple):
-    """A page table [Bq, n] int32; the first rows of its requests [Bq + 1] int32, or of each row the
-    request [B] int64; and positions of a page."""
+    """A page table [Bq, n] int32; cu_seqlens of its requests' rows [Bq + 1] int32, or the request
+    of each row [B] int64; and the page size."""
 
     table: Tensor
     bounds: Tensor | None
@@ -25,7 +25,7 @@ class Pages(NamedTuple):
 
 
 def accepts(rows: Rows) -> bool:
-    """Rows that the kernels read."""
+    """Whether the kernels can read these rows."""
     near = rows.score.stride(1) == 1 or rows.score.shape[1] <= 1
     numbers = (rows.lengths, rows.starts)
     return near and all(x is None or x.is_contiguous() for x in numbers)

@@ -1,4 +1,4 @@
-"""Rows that the ops of this folder are tested and timed on."""
+"""Test rows and benchmark points of this family's ops."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SHAPES = {
     "full": ((1, 2048), (1, 1 << 17), (4, 1 << 17), (64, 1 << 13), (64, 1 << 15), (64, 1 << 17)),
     "tiny": ((2, 500),),
 }
-"""Rows and scores of each, as a step of decoding scores them."""
+"""(rows, scores per row), as in a decode step."""
 
 
 def rows_of(make: Make) -> Iterator[Rows]:
-    """Short and long rows, ties, infinities, NaN, and scores that nobody may read."""
+    """Short and long rows, with ties, infinities, NaN, and NaN outside of the candidates."""
     score = make.randn(5, 100)
     lengths = make.tensor([0, 1, 7, 63, 90], dtype=torch.int32)
     starts = make.tensor([0, 99, 93, 20, 10], dtype=torch.int32)
@@ -48,8 +48,8 @@ def points(
     """Full rows of every shape.
 
     Args:
-        alternative: what torch offers.
-        arguments: builders, from rows and width, of what stands between `lengths` and `topk`.
+        alternative: the implementation by torch's operators to compare with.
+        arguments: functions (rows, width) that build the arguments between `lengths` and `topk`.
     """
     tiny = len(draw.layers) == 1
     for rows, width in SHAPES["tiny" if tiny else "full"]:

@@ -1,4 +1,4 @@
-"""Which positions of a row are taken: the definition that the ops of this folder share.
+"""The definition of the selection that the ops of this family share.
 
 A row's candidates are the positions start .. start + length - 1 of its scores, counted from start.
 A larger score is preferred, among equal ones the lower position. NaN counts as -inf, -0 as 0.
@@ -17,17 +17,17 @@ MOST = 4096
 """Largest topk."""
 NONE = -1
 BEYOND = (1 << 31) - 1
-"""Behind all positions of rows of any length."""
+"""Larger than any position."""
 
 
 class Rows(NamedTuple):
-    """Scores, and where the candidates of each row lie.
+    """Scores and the range of candidates in each row.
 
     Attributes:
         score: [B, L] float32.
         lengths: [B] int32.
         starts: [B] int32, or None for 0.
-        topk: how many are taken.
+        topk: how many positions are selected.
     """
 
     score: Tensor
@@ -48,13 +48,13 @@ def check(name: str, rows: Rows) -> None:
 
 
 def blank(score: Tensor, topk: int) -> Tensor:
-    """The shape of the result alone."""
+    """An empty result, for its shape."""
     return score.new_empty((score.shape[0], topk), dtype=torch.int32)
 
 
 def select(rows: Rows) -> Tensor:
-    """[B, topk] int32 positions, ascending, padded with -1. Of a row with no more candidates than
-    topk the scores do not matter."""
+    """[B, topk] int32 positions, ascending, padded with -1. In rows with at most topk candidates
+    all are selected, whatever their scores."""
     score, lengths, starts, topk = rows
     width = score.shape[1]
     start = torch.zeros_like(lengths, dtype=torch.int64) if starts is None else starts.long()
@@ -72,8 +72,9 @@ def select(rows: Rows) -> Tensor:
 
 
 def select_by_topk(rows: Rows) -> Tensor:
-    """`select`, by torch.topk where all of a row are candidates. That takes any of equals: a row
-    whose last one has equals that are not taken is looked at again."""
+    """`select` by torch.topk, for rows in which every score is a candidate. torch.topk picks any of
+    several equal scores: rows where the last selected score has equals that were not selected are
+    redone."""
     score, lengths, starts, topk = rows
     width = score.shape[1]
     if starts is not None or width <= topk or bool((lengths != width).any()):
@@ -94,6 +95,6 @@ def select_by_topk(rows: Rows) -> Tensor:
 
 
 def _ordered(score: Tensor) -> Tensor:
-    """int64 of the order in which scores are preferred."""
+    """int64 keys in the order in which scores are selected."""
     bits = (score.nan_to_num(-torch.inf, torch.inf, -torch.inf) + 0.0).view(torch.int32).long()
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

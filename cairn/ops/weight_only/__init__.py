@@ -1,1 +1,2 @@
-"""Products with weights of 4 and 8 bits: AWQ, GPTQ, Marlin, QServe and our own layout."""
+"""Matrix products with 4-bit and 8-bit weights: AWQ, GPTQ, Marlin, QServe and the engine's own
+layout."""

@@ -1,4 +1,4 @@
-"""Matrices of 4 bits as AWQ packs them (Lin et al. 2023)."""
+"""Dequantisation of, and products with, AWQ's packed 4-bit weights (Lin et al. 2023)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from cairn.ops.registry import op
 from cairn.ops.weight_only import packing
 
 COLUMNS = 8
-"""Columns that a word holds."""
+"""Columns per word."""
 
 
 @op
 def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
-    """(w - z) * s of each group of K / G rows, rounded once.
+    """(w - z) * s with the zero point z and scale s of each group of K / G rows, rounded once.
 
     Args:
         qweight: [K, N / 8] int32; column j of 8 is nibble (0, 4, 1, 5, 2, 6, 3, 7)[j] of a word.
@@ -37,8 +37,8 @@ def awq_gemm(
 
     Args:
         x: [M, K] of scales' dtype.
-        qweight, scales, qzeros: as of `awq_dequantize`.
-        split_k_iters: without effect.
+        qweight, scales, qzeros: as in `awq_dequantize`.
+        split_k_iters: ignored.
     Returns:
         [M, N] of x's dtype.
     Raises:

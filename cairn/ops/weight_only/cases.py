@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family's ops."""
 
 from __future__ import annotations
 
@@ -169,21 +169,21 @@ PACKED = (
     (4, 320, 130, 1),
     (4, 1024, 24, 8),
 )
-"""Bits, K, N and groups; of the largest K several programs add up a part each."""
+"""(bits, K, N, groups); the largest K is split over several programs."""
 
 
-def _packed(make: Make, bits: int, width: int, numbers: int, groups: int) -> list[Tensor]:
+def _packed(make: Make, bits: int, width: int, outputs: int, groups: int) -> list[Tensor]:
     """Words, scales and zero points."""
-    codes = make.randint(0, 1 << bits, numbers, width, dtype=torch.int32)
-    scale = (0.5 + make.rand(groups, numbers)) / (1 << bits) / width**0.5
-    zero = make.randint(0, 1 << bits, groups, numbers, dtype=torch.int16)
+    codes = make.randint(0, 1 << bits, outputs, width, dtype=torch.int32)
+    scale = (0.5 + make.rand(groups, outputs)) / (1 << bits) / width**0.5
+    zero = make.randint(0, 1 << bits, groups, outputs, dtype=torch.int16)
     return [layout.to_words(codes, bits), scale, zero]
 
 
 @linear_packed.cases
 def _(make: Make) -> Cases:
-    for bits, width, numbers, groups in PACKED:
-        words, scale, zero = _packed(make, bits, width, numbers, groups)
+    for bits, width, outputs, groups in PACKED:
+        words, scale, zero = _packed(make, bits, width, outputs, groups)
         for dtype, rows in ((torch.float32, 3), (torch.bfloat16, 17), (torch.bfloat16, 70)):
             yield make.args(make.randn(rows, width, dtype=dtype), words, scale, zero, bits)
         yield make.args(make.randn(1, width, dtype=dtype), words, scale, None, bits)
@@ -192,8 +192,8 @@ def _(make: Make) -> Cases:
 
 @dequantize_packed.cases
 def _(make: Make) -> Cases:
-    for bits, width, numbers, groups in PACKED:
-        words, scale, zero = _packed(make, bits, width, numbers, groups)
+    for bits, width, outputs, groups in PACKED:
+        words, scale, zero = _packed(make, bits, width, outputs, groups)
         yield make.args(words, scale, zero, bits, width)
         yield make.args(words, scale, None, bits, width, torch.bfloat16)
         if bits == 8:
@@ -205,8 +205,8 @@ def _(make: Make) -> Cases:
 
 @experts_packed.cases
 def _(make: Make) -> Cases:
-    for bits, width, numbers, groups in PACKED:
-        parts = [_packed(make, bits, width, numbers, groups) for _ in range(3)]
+    for bits, width, outputs, groups in PACKED:
+        parts = [_packed(make, bits, width, outputs, groups) for _ in range(3)]
         words, scale, zero = (torch.stack(x) for x in zip(*parts, strict=True))
         for dtype, tokens, topk in ((torch.float32, 3, 2), (torch.bfloat16, 40, 2)):
             ids = make.randint(-1, 3, tokens, topk, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Products of places with the matrices of their experts, of 4 or 8 bits in the engine's layout."""
+"""Grouped products with experts' 4-bit or 8-bit matrices in the engine's layout."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def experts_packed(
     share: int,
     e4m3: bool = False,
 ) -> Tensor:
-    """For each place f of topk_ids: row f // share of input times the matrix of its expert, in
-    float32, rounded once; 0 for places of no expert.
+    """For each (token, expert) pair f of topk_ids: row f // share of input times the matrix of its
+    expert, in float32, rounded once; 0 for pairs without an expert.
 
     Args:
         input: [T * k / share, K] float32, bfloat16 or float16.
@@ -37,13 +37,13 @@ def experts_packed(
         zero: [E, G, N] int16; None: 2^(bits - 1).
         bits: 4 or 8.
         topk_ids: [T, k] int32 or int64; -1: no expert.
-        share: places of a row: k of tokens, 1 of what a first product gave.
-        e4m3: codes of 8 bits are numbers; there are no zero points.
+        share: pairs per row of input: k if rows are tokens, 1 if they are results of a first
+            product.
+        e4m3: 8-bit codes are float8 e4m3 values, without zero points.
     Returns:
         [T * k, N] of input's dtype.
     Raises:
-        BadArgument: for another shape, dtype or device, and on the CPU for an expert that is not
-            there.
+        BadArgument: for another shape, dtype or device, and on the CPU for an expert out of range.
     """
     rows, owner = input.float().repeat_interleave(share, dim=0), topk_ids.flatten()
     out = torch.zeros(len(rows), words.shape[-1], dtype=torch.float32, device=input.device)

@@ -1,4 +1,4 @@
-"""Matrices of 2, 3, 4 and 8 bits as GPTQ packs them (Frantar et al. 2022)."""
+"""Products with GPTQ's packed weights of 2, 3, 4 and 8 bits (Frantar et al. 2022)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ def gptq_gemm(
 
     Args:
         a: [M, K] float32, bfloat16 or float16.
-        b_q_weight: [K * bit / 32, N] int32: rows follow each other in a column's bits.
-        b_gptq_qzeros: [G, N * bit / 32] int32, columns follow each other; zero points less 1.
+        b_q_weight: [K * bit / 32, N] int32, packed along K.
+        b_gptq_qzeros: [G, N * bit / 32] int32, packed along N; zero points minus 1.
         b_gptq_scales: [G, N] of a's dtype.
         b_g_idx: [K] int32 or int64, the group of each row; empty: row k has group k // (K / G).
-            With use_shuffle the rows' order that `gptq_shuffle` was given; groups are then those of
-            the rows in their new order.
-        use_shuffle: b_q_weight went through `gptq_shuffle`.
-        bit: of a weight: 2, 3, 4 or 8.
+            With use_shuffle, the row order given to `gptq_shuffle`; groups then refer to rows in
+            the new order.
+        use_shuffle: whether b_q_weight was rearranged by `gptq_shuffle`.
+        bit: bits per weight: 2, 3, 4 or 8.
     Returns:
         [M, N] of a's dtype.
     Raises:
-        BadArgument: for another shape, dtype or device, and on the CPU for a group that is not
-            there.
+        BadArgument: for another shape, dtype or device, and on the CPU for a group out of range.
     """
     groups, width = b_gptq_scales.shape[0], a.shape[1]
     words = _in_order(b_q_weight, bit) if use_shuffle else b_q_weight
@@ -59,10 +58,10 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor, bit: int) -> None:
 
     Args:
         q_weight: [K * bit / 32, N] int32, packed as `gptq_gemm` takes it; changed.
-        q_perm: [K] int32 or int64, the old row of each new one; empty: rows stay.
+        q_perm: [K] int32 or int64, the old row of each new row; empty: unchanged order.
         bit: of a weight: 2, 3, 4 or 8.
     Raises:
-        BadArgument: for another shape, dtype or device, and on the CPU for a row that is not there.
+        BadArgument: for another shape, dtype or device, and on the CPU for a row out of range.
     """
     codes = packing.unpack(q_weight, bit, 0)
     if q_perm.numel():
@@ -73,13 +72,13 @@ def gptq_shuffle(q_weight: Tensor, q_perm: Tensor, bit: int) -> None:
 
 
 def _halves(bit: int) -> list[int]:
-    """Of a word: the even values, then the odd ones."""
+    """Order of the values in a word: the even ones, then the odd ones."""
     count = packing.WORD // bit
     return [*range(0, count, 2), *range(1, count, 2)]
 
 
 def _in_order(words: Tensor, bit: int) -> Tensor:
-    """Words of `gptq_shuffle` with their values in order."""
+    """Undo the reordering of values within words by `gptq_shuffle`."""
     if bit not in (2, 4):
         return words
     codes = packing.take_places(packing.unpack(words, bit, 0), packing.inverse(_halves(bit)), 0)
@@ -100,13 +99,13 @@ def _(call: Call) -> None:
     if width * bit % packing.WORD:
         refuse(name, "a", f"has {width} columns, which do not fill words of {bit} bits")
     expect(name, "b_q_weight", call.b_q_weight, (width * bit // packing.WORD, None), INT32, a)
-    numbers = call.b_q_weight.shape[1]
-    expect(name, "b_gptq_scales", call.b_gptq_scales, (None, numbers), (a.dtype,), a)
+    outputs = call.b_q_weight.shape[1]
+    expect(name, "b_gptq_scales", call.b_gptq_scales, (None, outputs), (a.dtype,), a)
     groups = call.b_gptq_scales.shape[0]
     expect(name, "b_gptq_qzeros", call.b_gptq_qzeros, 2, INT32, a)
-    if call.b_gptq_qzeros.shape != (groups, numbers * bit // packing.WORD):
+    if call.b_gptq_qzeros.shape != (groups, outputs * bit // packing.WORD):
         shape = list(call.b_gptq_qzeros.shape)
-        refuse(name, "b_gptq_qzeros", f"has shape {shape} for {groups} groups of {numbers} columns")
+        refuse(name, "b_gptq_qzeros", f"has shape {shape} for {groups} groups of {outputs} columns")
     expect(name, "b_g_idx", call.b_g_idx, 1, INDEX, a)
     if call.b_g_idx.numel():
         expect(name, "b_g_idx", call.b_g_idx, (width,), INDEX, a)

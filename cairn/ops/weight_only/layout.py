@@ -1,8 +1,8 @@
-"""The layout of packed weights of 4 and 8 bits that the engine multiplies with.
+"""The engine's layout of packed 4-bit and 8-bit weights.
 
-A matrix [N, K] is int32 words [W, N]: word row 16 t + r of a column holds the numbers
-k = 16 (p t + j) + r for j = 0 .. p - 1, p = 32 / bits, the first in its lowest bits. One shift and
-mask of 16 rows of words thus gives 16 consecutive k of a column, a tensor core's step along K. K is
+A matrix [N, K] is int32 words [W, N]: word row 16 t + r of a column holds the codes of k = 16 (p t
++ j) + r for j = 0 .. p - 1, p = 32 / bits, the first in the lowest bits. One shift and mask of 16
+rows of words thus gives 16 consecutive k of a column, the K of one tensor-core instruction. K is
 padded to a multiple of 16 p with codes of 0.
 """
 
@@ -16,16 +16,16 @@ from cairn.ops.weight_only import packing
 from cairn.ops.weight_only.packing import WORD
 
 ROWS = 16
-"""Rows of words in a block."""
+"""Rows of words per block."""
 
 
 def block(bits: int) -> int:
-    """Numbers of a column in a block: K is padded to a multiple of it."""
+    """Elements of a column per block; K is padded to a multiple of it."""
     return ROWS * WORD // bits
 
 
 def words_of(width: int, bits: int) -> int:
-    """W: rows of words of a matrix with K = `width`."""
+    """W, the number of word rows of a matrix with K = `width`."""
     return -(-width // block(bits)) * ROWS
 
 
@@ -53,8 +53,8 @@ def dequantised(
     width: int,
     e4m3: bool = False,
 ) -> Tensor:
-    """float32 [.., N, K] of words [.., W, N], scales [.., G, N] and zero points [.., G, N], without
-    those 2^(bits - 1); codes of 8 bits may be e4m3, which have none."""
+    """Values [.., N, K] float32 of words [.., W, N], scales [.., G, N] and zero points [.., G, N]
+    (None: 2^(bits - 1)); 8-bit codes may be e4m3, without zero points."""
     groups = scale.shape[-2]
     at = packing.group_of(width, groups, None, words.device)
     codes = from_words(words, bits, width)

@@ -1,4 +1,4 @@
-"""Products of tokens with a weight of 4 or 8 bits in the engine's layout."""
+"""Linear layers with a 4-bit or 8-bit weight in the engine's layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dequantize_packed(
     dtype: torch.dtype = torch.float32,
     e4m3: bool = False,
 ) -> Tensor:
-    """(code - zero) * scale of each group of numbers of a row, in float32, rounded once.
+    """(code - zero) * scale of each group of elements of a row, in float32, rounded once.
 
     Args:
         words: [.., W, N] int32 in the layout of `cairn.ops.weight_only.layout`.
@@ -37,8 +37,8 @@ def dequantize_packed(
         zero: [.., G, N] int16; None: 2^(bits - 1).
         bits: 4 or 8.
         width: K.
-        dtype: of the result: float32, bfloat16 or float16.
-        e4m3: codes of 8 bits are numbers; there are no zero points.
+        dtype: dtype of the result: float32, bfloat16 or float16.
+        e4m3: 8-bit codes are float8 e4m3 values, without zero points.
     Returns:
         [.., N, K].
     Raises:
@@ -69,7 +69,8 @@ def linear_packed(
 
 
 def check_packed(name: str, call: Call, width: int, like: Tensor) -> None:
-    """Raise BadArgument unless words, scales and zero points of a call fit rows of K numbers."""
+    """Raise BadArgument unless words, scales and zero points of a call have the right shapes for
+    rows of K elements."""
     if call.bits not in BITS:
         refuse(name, "bits", f"is {call.bits}, not 4 or 8")
     if width < 1:
@@ -78,8 +79,8 @@ def check_packed(name: str, call: Call, width: int, like: Tensor) -> None:
     rows = layout.words_of(width, call.bits)
     if call.words.dim() < 2 or call.words.shape[-2] != rows:
         refuse(name, "words", f"has shape {list(call.words.shape)}, not [.., {rows}, any]")
-    *lead, _, numbers = call.words.shape
-    expect(name, "scale", call.scale, (*lead, None, numbers), FLOAT32, like, 1)
+    *lead, _, outputs = call.words.shape
+    expect(name, "scale", call.scale, (*lead, None, outputs), FLOAT32, like, 1)
     groups = call.scale.shape[-2]
     if not groups or width % groups:
         refuse(name, "scale", f"has {groups} groups, which {width} is no multiple of")
@@ -117,8 +118,8 @@ def _packed(call: Call, width: int) -> Packed:
     replayed=True,
 )
 def _(call: Call) -> Tensor:
-    *lead, _, numbers = call.words.shape
-    out = gpu.empty((*lead, numbers, call.width), call.dtype, call.words.device)
+    *lead, _, outputs = call.words.shape
+    out = gpu.empty((*lead, outputs, call.width), call.dtype, call.words.device)
     weight = replace(_packed(call, call.width), e4m3=call.e4m3)
     return packed_launch.dequantize(weight, out)
 
@@ -136,7 +137,7 @@ def _(call: Call) -> Tensor:
 
 @linear_packed.implementation("dequantized", devices=("cuda",) if gpu.AVAILABLE else ())
 def _(call: Call) -> Tensor:
-    """For many tokens: dequantise the weight to their dtype, then multiply."""
+    """For many tokens: dequantise the weight to the tokens' dtype, then multiply."""
     width = call.input.shape[1]
     weight = dequantize_packed(
         call.words, call.scale, call.zero, call.bits, width, call.input.dtype

@@ -60,12 +60,12 @@ def moe_marlin_gemm(
     b_q_type: int,
     is_zp_float: bool = False,
 ) -> Tensor:
-    """`marlin_gemm` of each place's row with its expert's weight; see `moe_wna16_marlin_gemm`."""
-    places, numbers = a.shape[0] * top_k, b_scales.shape[-1]
+    """`marlin_gemm` of each pair's row with its expert's weight; see `moe_wna16_marlin_gemm`."""
+    places, outputs = a.shape[0] * top_k, b_scales.shape[-1]
     chosen = experts_of(
         sorted_token_ids, expert_ids, num_tokens_post_padded, moe_block_size, places
     )
-    out = torch.zeros(places, numbers, dtype=torch.float32, device=a.device)
+    out = torch.zeros(places, outputs, dtype=torch.float32, device=a.device)
     given = (global_scale_or_none, b_zeros_or_none, g_idx_or_none, perm_or_none, b_bias_or_none)
     for expert in range(b_q_weight.shape[0]):
         scale, zeros, groups, order, bias = (
@@ -145,9 +145,9 @@ def gptq_marlin_gemm(
             dtype, permuted as the scales; None or empty: none.
         g_idx, perm: [K] int32 or int64: the group of each stored row, ascending, and the column of
             a that it is multiplied with; None or empty: row k has group k // (K / G).
-        b_q_type: the number of a type, or an object that has it as `id`.
+        b_q_type: the id of a weight type, or an object with an attribute `id`.
         size_m, size_n, size_k: M, N and K.
-        workspace, is_k_full, use_atomic_add, use_fp32_reduce: without effect.
+        workspace, is_k_full, use_atomic_add, use_fp32_reduce: ignored.
     Returns:
         [M, N] of a's dtype.
     Raises:
@@ -195,19 +195,20 @@ def moe_wna16_marlin_gemm(
     use_fp32_reduce: bool = False,
     is_zp_float: bool = False,
 ) -> Tensor:
-    """(a[f // top_k] @ w_e + bias_e) * topk_weights[f] for every place f and its expert e.
+    """(a[f // top_k] @ w_e + bias_e) * topk_weights[f] for every (token, expert) pair f and its
+    expert e.
 
     Args:
         a: [M, K] float32, bfloat16 or float16.
         c_or_none: [M * top_k, N] of a's dtype, written and returned when given.
         b_q_weight, b_scales, global_scale_or_none, b_zeros_or_none, g_idx_or_none, perm_or_none: as
-            of `gptq_marlin_gemm`, with the expert as first axis.
+            in `gptq_marlin_gemm`, with the expert as first axis.
         b_bias_or_none: [E, N] of a's dtype, or None.
-        sorted_token_ids, expert_ids, num_tokens_post_padded: what `moe_align_block_size` gives for
-            blocks of moe_block_size places. Places of expert -1 are 0.
+        sorted_token_ids, expert_ids, num_tokens_post_padded: results of `moe_align_block_size` for
+            blocks of moe_block_size rows. Pairs of expert -1 give 0.
         topk_weights: [M, top_k] float32 or a's dtype; used with mul_topk_weights.
         size_m, size_n, size_k: M, N and K.
-        workspace, is_ep, is_k_full, use_atomic_add, use_fp32_reduce: without effect.
+        workspace, is_ep, is_k_full, use_atomic_add, use_fp32_reduce: ignored.
     Returns:
         [M * top_k, N] of a's dtype.
     Raises:
@@ -228,20 +229,20 @@ def moe_wna16_marlin_gemm(
     return c_or_none.copy_(out)
 
 
-def _expect_sizes(name: str, a: Tensor, rows: int, numbers: int, width: int) -> None:
+def _expect_sizes(name: str, a: Tensor, rows: int, outputs: int, width: int) -> None:
     """Raise BadArgument unless a is [size_m, size_k], and K and N have whole tiles."""
     expect(name, "a", a, 2, FLOATS)
     for argument, size, own in (("size_m", rows, a.shape[0]), ("size_k", width, a.shape[1])):
         if size != own:
             refuse(name, argument, f"is {size!r}, `a` has shape {list(a.shape)}")
-    for argument, size, unit in (("size_k", width, TILE_K), ("size_n", numbers, TILE_N)):
+    for argument, size, unit in (("size_k", width, TILE_K), ("size_n", outputs, TILE_N)):
         if not isinstance(size, int) or size < 1 or size % unit:
             refuse(name, argument, f"is {size!r}, not a positive multiple of {unit}")
 
 
 def _check_weight(name: str, call: Call, lead: tuple[int | None, ...], ending: str = "") -> None:
-    """Raise BadArgument unless weight, scales, zero points and order fit a [M, K]; names of those
-    that may be None have an ending."""
+    """Raise BadArgument unless weight, scales, zero points and order have the right shapes for a
+    [M, K]; names of optional arguments have the suffix `ending`."""
 
     def optional(argument: str) -> Tensor | None:
         found: Tensor | None = getattr(call, argument + ending)
@@ -254,10 +255,10 @@ def _check_weight(name: str, call: Call, lead: tuple[int | None, ...], ending: s
     bits = BY_ID[call.b_q_type].bits
     dtypes = (*FLOATS, E4M3)
     expect(name, "b_scales", call.b_scales, (*lead, None, None), dtypes, a)
-    *front, groups, numbers = call.b_scales.shape
-    if width % TILE_K or numbers % TILE_N:
-        refuse(name, "b_scales", f"is of a weight [{width}, {numbers}], not whole tiles of 16 x 64")
-    shape = (*front, width // TILE_K, numbers * bits // 2)
+    *front, groups, outputs = call.b_scales.shape
+    if width % TILE_K or outputs % TILE_N:
+        refuse(name, "b_scales", f"is of a weight [{width}, {outputs}], not whole tiles of 16 x 64")
+    shape = (*front, width // TILE_K, outputs * bits // 2)
     expect(name, "b_q_weight", call.b_q_weight, shape, INT32, a)
     factor, zeros = optional("global_scale"), optional("b_zeros")
     if factor is not None:
@@ -266,7 +267,7 @@ def _check_weight(name: str, call: Call, lead: tuple[int | None, ...], ending: s
             problem = f"has shape {list(factor.shape)}, not one number a weight"
             refuse(name, f"global_scale{ending}", problem)
     if zeros is not None:
-        packed = (*front, groups, numbers if call.is_zp_float else numbers * bits // WORD)
+        packed = (*front, groups, outputs if call.is_zp_float else outputs * bits // WORD)
         expect(name, f"b_zeros{ending}", zeros, packed, FLOATS if call.is_zp_float else INT32, a)
     for argument, end in (("g_idx", groups), ("perm", width)):
         order = optional(argument)
@@ -289,9 +290,9 @@ def _(call: Call) -> None:
 def _(call: Call) -> None:
     name, a = "moe_wna16_marlin_gemm", call.a
     _check_weight(name, call, (None,), "_or_none")
-    experts, _, numbers = call.b_scales.shape
+    experts, _, outputs = call.b_scales.shape
     if call.b_bias_or_none is not None:
-        expect(name, "b_bias_or_none", call.b_bias_or_none, (experts, numbers), (a.dtype,), a)
+        expect(name, "b_bias_or_none", call.b_bias_or_none, (experts, outputs), (a.dtype,), a)
     expect(name, "sorted_token_ids", call.sorted_token_ids, 1, INT32, a)
     expect(name, "expert_ids", call.expert_ids, 1, INT32, a)
     expect(name, "num_tokens_post_padded", call.num_tokens_post_padded, (1,), INT32, a)

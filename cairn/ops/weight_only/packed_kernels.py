@@ -1,4 +1,4 @@
-"""Kernels of weights of 4 and 8 bits in the engine's layout (`cairn.ops.weight_only.layout`)."""
+"""Kernels for 4-bit and 8-bit weights in the engine's layout (`cairn.ops.weight_only.layout`)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from cairn.ops.moe.kernels.experts import rows_of
 from cairn.ops.pdl import await_previous
 
 UNIT = tl.constexpr(16) if tl is not None else 16
-"""Rows of words, and numbers of a column that one shift takes out of them."""
+"""Rows of words per block, and elements of a column that one shift extracts from them."""
 PTX = gpu.constant(gpu.WRITES_PTX)
 
 
 def _halves(dtype: str, magic: str, one: str) -> str:
-    """PTX that takes the 8 codes of 4 bits out of two words, $8 and $9: $j = the codes j of both,
-    as two floats of 16 bits, plus $10. Codes are or'ed into the mantissa of `magic`, the float
-    whose last bit is worth 1 (Kim et al. 2022, https://arxiv.org/abs/2211.10017)."""
+    """PTX that extracts the eight 4-bit codes of each of two words, $8 and $9: $j = code j of both
+    words as two 16-bit floats, plus $10. Codes are or'ed into the mantissa of `magic`, a float
+    whose last mantissa bit has the value 1 (Kim et al. 2022, https://arxiv.org/abs/2211.10017)."""
     lines = [
         ".reg .b32 lo, hi, t, one;",
         f"mov.b32 one, {one};",
@@ -54,8 +54,8 @@ def halves_of(words, more):
 
 @triton.jit
 def codes_of(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr):
-    """float32 values of the BITS bits of each word from bit `shift` on: integers, or with E4M3 e4m3
-    numbers."""
+    """float32 values of the BITS-bit codes at bit `shift` of each word: integers or, with E4M3,
+    e4m3."""
     code = (words >> shift) & ((1 << BITS) - 1)
     if E4M3:
         number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
@@ -67,7 +67,8 @@ def codes_of(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr):
 @triton.jit
 def codes_as(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr, dtype: tl.constexpr):
     """`codes_of` in a dtype, plus OFFSET (see `packed_launch.OFFSETS`): in 16 bits an integer is
-    or'ed into the mantissa of a float whose last bit is worth 1, which saves the conversion."""
+    or'ed into the mantissa of a float whose last mantissa bit has the value 1, which saves the
+    conversion."""
     code = (words >> shift) & ((1 << BITS) - 1)
     if E4M3:
         number = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(dtype)
@@ -82,7 +83,7 @@ def codes_as(words, shift, BITS: tl.constexpr, E4M3: tl.constexpr, dtype: tl.con
 
 @triton.jit
 def rows_at(own, first, inside, width, EVEN: tl.constexpr):
-    """Numbers first .. first + 15 of rows whose addresses are `own` [BM, 1]."""
+    """Elements first .. first + 15 of the rows at addresses `own` [BM, 1]."""
     at = tl.arange(0, UNIT) + first
     mask = inside[:, None]
     if not EVEN:
@@ -91,19 +92,19 @@ def rows_at(own, first, inside, width, EVEN: tl.constexpr):
 
 
 @triton.jit
-def zeros_at(zero, group, number, inside, numbers, MIDDLE: tl.constexpr):
+def zeros_at(zero, group, number, inside, outputs, MIDDLE: tl.constexpr):
     """Zero points [BN] of a group, float32."""
     if zero is None:
         found = tl.full(number.shape, MIDDLE, tl.float32)
     else:
-        stored = tl.load(zero + group * numbers + number, mask=inside, other=0)
+        stored = tl.load(zero + group * outputs + number, mask=inside, other=0)
         found = stored.to(tl.float32)
     return found
 
 
 @triton.jit
 def packed_sum(
-    own, inside, words, scale, zero, number, there, begin, end, width, numbers, groups,
+    own, inside, words, scale, zero, number, there, begin, end, width, outputs, groups,
     BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -117,13 +118,13 @@ def packed_sum(
     total = tl.zeros((BM, BN), tl.float32)
     for block in tl.range(begin, end, num_stages=STAGES):
         row = (line + block * UNIT).to(tl.int64)
-        at = words + row[:, None] * numbers + number[None, :]
+        at = words + row[:, None] * outputs + number[None, :]
         packed = tl.load(at, mask=there[None, :], other=0)
         if GROUP == 0 or GROUP % BLOCK == 0:
             group = block * BLOCK // GROUP if GROUP > 0 else 0
-            middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
+            middle = zeros_at(zero, group, number, there, outputs, MIDDLE)
             middle = (middle + OFFSET).to(dtype)
-            factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
+            factor = tl.load(scale + group * outputs + number, mask=there, other=0.0)
             part = tl.zeros((BM, BN), tl.float32)
             if PTX and BITS == 4 and dtype != tl.float32:
                 values = halves_of(packed, -middle[None, :])
@@ -140,69 +141,69 @@ def packed_sum(
             for j in tl.static_range(COUNT):
                 first = block * BLOCK + j * UNIT
                 group = tl.minimum(first // GROUP, groups - 1)
-                middle = zeros_at(zero, group, number, there, numbers, MIDDLE)
+                middle = zeros_at(zero, group, number, there, outputs, MIDDLE)
                 middle = (middle + OFFSET).to(dtype)
                 left = rows_at(own, first, inside, width, EVEN)
                 right = codes_as(packed, j * BITS, BITS, E4M3, dtype) - middle[None, :]
-                factor = tl.load(scale + group * numbers + number, mask=there, other=0.0)
+                factor = tl.load(scale + group * outputs + number, mask=there, other=0.0)
                 total += tl.dot(left, right, input_precision=PRECISION) * factor[None, :]
     return total
 
 
 @triton.jit(early=(), do_not_specialize=["tokens", "split", "blocks"])
 def linear_packed_kernel(
-    x, words, scale, zero, out, tokens, width, numbers, groups, x_stride, out_stride, split, blocks,
+    x, words, scale, zero, out, tokens, width, outputs, groups, x_stride, out_stride, split, blocks,
     BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, numbers] = x [tokens, width] times the weight, or with several programs along
-    the second axis of the grid the part of each over its `split` blocks: out [parts, tokens,
-    numbers].
+    """out [tokens, outputs] = x [tokens, width] times the weight, or, with several programs along
+    the second axis of the grid (split-K), each program's sum over its `split` blocks: out [parts,
+    tokens, outputs].
 
     Args:
-        words: [16 * blocks, numbers]; scale, zero: [groups, numbers], zero None: MIDDLE.
-        E4M3: codes are numbers, and not integers.
-        GROUP: numbers of a group, a multiple of 16; 0: there is one group.
-        OFFSET: what `codes_as` adds to codes for x's dtype.
-        EVEN: width is a multiple of a block's.
-        STAGES: blocks that are read ahead, and the one that is multiplied.
+        words: [16 * blocks, outputs]; scale, zero: [groups, outputs], zero None: MIDDLE.
+        E4M3: codes are e4m3 values, not integers.
+        GROUP: group size, a multiple of 16; 0: there is one group.
+        OFFSET: value that `codes_as` adds to codes for x's dtype.
+        EVEN: width is a multiple of the block size.
+        STAGES: pipeline stages of the loop over blocks.
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
     number = tl.program_id(0) * BN + tl.arange(0, BN)
-    there = number < numbers
+    there = number < outputs
     token = tl.arange(0, BM)
     inside = token < tokens
     own = x + token.to(tl.int64)[:, None] * x_stride
     begin = tl.program_id(1) * split
     total = packed_sum(
         own, inside, words, scale, zero, number, there, begin, tl.minimum(begin + split, blocks),
-        width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION, EVEN,
+        width, outputs, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION, EVEN,
         STAGES,
     )  # fmt: skip
     place = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * out_stride + number[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])
 
 
-@triton.jit(early=(), do_not_specialize=["places", "count"])
+@triton.jit(early=(), do_not_specialize=["pairs", "count"])
 def experts_packed_kernel(
-    x, words, scale, zero, out, order, owners, used, places, share, count, width, numbers, groups,
+    x, words, scale, zero, out, order, owners, used, pairs, share, count, width, outputs, groups,
     x_stride, blocks,
     BITS: tl.constexpr, E4M3: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, MIDDLE: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [places, numbers]: row place // share of x times the matrix of the place's expert.
+    """out [pairs, outputs]: row pair // share of x times the matrix of the pair's expert.
 
-    Tiles of places are those of `cairn.ops.moe.experts_launch.Rows`: tile t has the expert
-    owners[t]. If that is negative it is not computed; SINGLE: its place is 0.
+    Tiles of pairs are those of `cairn.ops.moe.experts_launch.Rows`: tile t has the expert
+    owners[t]. If that is negative the tile is skipped; with SINGLE its row of out is set to 0.
 
     Args:
-        words: [E, 16 * blocks, numbers]; scale, zero: [E, groups, numbers].
+        words: [E, 16 * blocks, outputs]; scale, zero: [E, groups, outputs].
         order, used, count, SINGLE: see `cairn.ops.moe.kernels.experts.rows_of`.
-        share: places of a row of x.
-        others: as of `linear_packed_kernel`.
+        share: pairs per row of x.
+        others: as in `linear_packed_kernel`.
     """
     await_previous(PDL)
     tile = tl.program_id(1)
@@ -212,26 +213,26 @@ def experts_packed_kernel(
     if tile >= tiles:
         return
     number = tl.program_id(0) * BN + tl.arange(0, BN)
-    there = number < numbers
+    there = number < outputs
     expert = tl.load(owners + tile).to(tl.int64)
     if expert < 0:
         if SINGLE:
             nothing = tl.zeros((BN,), out.dtype.element_ty)
-            tl.store(out + tile.to(tl.int64) * numbers + number, nothing, mask=there)
+            tl.store(out + tile.to(tl.int64) * outputs + number, nothing, mask=there)
         return
     source, target, inside = rows_of(
-        tile, order, None, None, places, share, count, BM, True, True, SINGLE
+        tile, order, None, None, pairs, share, count, BM, True, True, SINGLE
     )
-    words += expert * blocks * UNIT * numbers
-    scale += expert * groups * numbers
+    words += expert * blocks * UNIT * outputs
+    scale += expert * groups * outputs
     if zero is not None:
-        zero += expert * groups * numbers
+        zero += expert * groups * outputs
     total = packed_sum(
         x + source[:, None] * x_stride, inside, words, scale, zero, number, there, 0, blocks,
-        width, numbers, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION, EVEN,
+        width, outputs, groups, BITS, E4M3, GROUP, BM, BN, MIDDLE, OFFSET, PRECISION, EVEN,
         STAGES,
     )  # fmt: skip
-    to = out + target[:, None] * numbers + number[None, :]
+    to = out + target[:, None] * outputs + number[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & there[None, :])
 
 
@@ -239,7 +240,7 @@ def experts_packed_kernel(
 def sum_parts_kernel(
     parts, out, count, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """out [count] = the sum of parts [PARTS, count], in their order."""
+    """out [count] = the sum of parts [PARTS, count], in order."""
     await_previous(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -251,38 +252,38 @@ def sum_parts_kernel(
 
 @triton.jit
 def dequantize_packed_kernel(
-    words, scale, zero, out, rows, numbers, width, groups, group,
+    words, scale, zero, out, rows, outputs, width, groups, group,
     BITS: tl.constexpr, E4M3: tl.constexpr, BN: tl.constexpr, MIDDLE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """out [E, numbers, width] of words [E, rows, numbers], 16 rows of words and BN columns a
-    program. WHOLE: these are of one group."""
+    """out [E, outputs, width] of words [E, rows, outputs], 16 rows of words and BN columns per
+    program. WHOLE: each program's elements are in one group."""
     COUNT: tl.constexpr = 32 // BITS
     BLOCK: tl.constexpr = 16 * COUNT
     expert = tl.program_id(2).to(tl.int64)
-    words += expert * rows * numbers
-    scale += expert * groups * numbers
-    out += expert * numbers * width
+    words += expert * rows * outputs
+    scale += expert * groups * outputs
+    out += expert * outputs * width
     number = tl.program_id(0) * BN + tl.arange(0, BN)
-    there = number < numbers
+    there = number < outputs
     row = (tl.program_id(1) * UNIT + tl.arange(0, UNIT)).to(tl.int64)
-    packed = tl.load(words + row[:, None] * numbers + number[None, :], mask=there[None, :], other=0)
-    # [numbers of a column that one shift takes out, rows of words, columns]
+    packed = tl.load(words + row[:, None] * outputs + number[None, :], mask=there[None, :], other=0)
+    # [codes per word, rows of words, columns], joined to [BLOCK, columns] below
     shift = (tl.arange(0, COUNT) * BITS)[:, None, None]
     code = codes_of(packed[None, :, :], shift, BITS, E4M3).reshape(BLOCK, BN)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (at < width)[:, None] & there[None, :]
     if WHOLE:
-        place = (tl.program_id(1) * BLOCK // group * numbers + number)[None, :]
+        place = (tl.program_id(1) * BLOCK // group * outputs + number)[None, :]
         read = there[None, :]
     else:
-        place = tl.minimum(at // group, groups - 1)[:, None] * numbers + number[None, :]
+        place = tl.minimum(at // group, groups - 1)[:, None] * outputs + number[None, :]
         read = inside
     factor = tl.load(scale + place, mask=read, other=0.0)
     if zero is None:
         value = code - MIDDLE
     else:
-        middle = tl.load(zero + expert * groups * numbers + place, mask=read, other=0)
+        middle = tl.load(zero + expert * groups * outputs + place, mask=read, other=0)
         value = code - middle.to(tl.float32)
     to = out + number.to(tl.int64)[None, :] * width + at[:, None]
     tl.store(to, (value * factor).to(out.dtype.element_ty), mask=inside)

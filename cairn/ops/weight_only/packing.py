@@ -1,4 +1,4 @@
-"""Integers of 2 to 8 bits in words of 32, in the orders in which checkpoints keep them.
+"""Packing of 2-bit to 8-bit integers in 32-bit words, in the orders of checkpoint formats.
 
 GPTQ packs along the input axis K, value after value, also across the borders of words (3 bits).
 AWQ packs along the output axis N, 8 columns a word in the order (0, 4, 1, 5, 2, 6, 3, 7). Marlin
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 WORD = 32
-"""Bits of a word."""
+"""Bits per word."""
 AWQ_ORDERS = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
-"""Bits -> the place in a word of each of its columns."""
+"""bits -> the position in a word of each of its columns."""
 INTERLEAVED = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
-"""Bits -> the value at each place of a word in Marlin's layouts."""
+"""bits -> the value at each position of a word in Marlin's layouts."""
 TILE_K, TILE_N = 16, 64
 """Rows (along K) and columns (along N) of Marlin's tiles."""
 
@@ -37,7 +37,8 @@ def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
     shape[axis] = count
     shift = (first % WORD).view(shape)
     both = (low | high << WORD) >> shift
-    # Where a value ends in its own word, `high` is that word: its copy lies above the value.
+    # If a value ends in its own word, `high` is that same word, whose copy is shifted above the
+    # value.
     return (both & ((1 << bits) - 1)).int()
 
 
@@ -61,7 +62,7 @@ def pack(codes: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def take_places(codes: Tensor, order: Sequence[int], axis: int) -> Tensor:
-    """Permute each run of len(order) codes along an axis: place i gets the code at order[i]."""
+    """Permute each run of len(order) codes along an axis: position i gets the code at order[i]."""
     axis %= codes.dim()
     runs = codes.unflatten(axis, (-1, len(order)))
     places = index(order, codes.device)
@@ -87,7 +88,7 @@ def unpack_awq(words: Tensor, bits: int = 4) -> Tensor:
 
 
 def marlin_order(bits: int) -> list[int]:
-    """The place k * 64 + n in a tile of 16 x 64 of each code in the order in which words hold
+    """The position k * 64 + n, in a tile of 16 x 64, of each code in the order in which words hold
     them: of lane l and warp w the columns l // 4 + 16 w + (0, 8), the rows 2 (l % 4) + (0, 1, 8, 9)
     of each."""
     inner = INTERLEAVED[bits]
@@ -119,15 +120,15 @@ def from_marlin(words: Tensor, bits: int) -> Tensor:
 
 
 def scale_order(groups: int) -> list[int]:
-    """The column of each scale that Marlin stores, within a run of columns; weights of one group
-    have another order than weights of several."""
+    """The column of each scale in Marlin's order, within a run of columns; weights with one group
+    have another order than those with several."""
     if groups > 1:
         return [i + 8 * j for i in range(8) for j in range(8)]
     return [2 * i + m for i in range(4) for m in (0, 1, 8, 9, 16, 17, 24, 25)]
 
 
 def scales_from_marlin(scales: Tensor) -> Tensor:
-    """Scales [.., G, N] in the order of the columns."""
+    """Scales [.., G, N] from Marlin's order to the order of the columns."""
     return take_places(scales, inverse(scale_order(scales.shape[-2])), -1)
 
 
@@ -138,7 +139,7 @@ def zeros_from_marlin(words: Tensor, bits: int) -> Tensor:
 
 
 def group_of(width: int, groups: int, g_idx: Tensor | None, device: torch.device) -> Tensor:
-    """[K] int64, the group of each row: g_idx if there is one, else groups of K / G rows."""
+    """[K] int64, the group of each row: g_idx if given, else groups of K / G consecutive rows."""
     if g_idx is not None and g_idx.numel():
         return g_idx.long()
     size = max(1, width // max(groups, 1))

@@ -1,4 +1,4 @@
-"""Products of int8 activations with weights of 4 bits in QServe's layout (Lin et al. 2024)."""
+"""Products of int8 activations with 4-bit weights in QServe's layout (Lin et al. 2024)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 
 GROUP = 128
-"""Numbers that share a scale of 8 bits."""
+"""Elements per 8-bit scale."""
 TILE = 32
-"""Rows and columns of a tile of codes, and rows of a run of scales."""
+"""Rows, and columns, of a tile of codes, and the period of the order of scales."""
 INT8 = (torch.int8,)
 HALF = (torch.float16,)
 
@@ -28,7 +28,7 @@ def qserve_w4a8_per_chn_gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     """acc[m, n] * wscales[n] * ascales[m] - w_szs[n] * a_ssums[m] in float32, rounded once, where
-    acc is the exact sum of codes 0 .. 15 times in_feats.
+    acc is the exact integer product of codes 0 .. 15 and in_feats.
 
     Bytes of `kernel` are [N / 32, K / 32, 8, 4, 2, 2, 4] = (n32, k32, n8, k4, half of k, half of n,
     k of 4): row 32 n32 + 16 nibble + 8 half of n + n8, column 32 k32 + 16 half of k + 4 k4 + k of
@@ -38,8 +38,8 @@ def qserve_w4a8_per_chn_gemm(
         in_feats: [M, K] int8; K a multiple of 32.
         kernel: [N, K / 2] int8; N a multiple of 32.
         wscales, w_szs: [N] float16: scale, and zero point times scale.
-        ascales, a_ssums: [M] float16: scale, and sum of the row's numbers.
-        out: [M, N] float16, written and returned when given; also called `out_feats`.
+        ascales, a_ssums: [M] float16: scale, and sum of the row's values.
+        out: [M, N] float16, written and returned if given; sgl-kernel also calls it `out_feats`.
     Returns:
         [M, N] float16.
     Raises:
@@ -60,12 +60,13 @@ def qserve_w4a8_per_group_gemm(
     ascales: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """acc[m, n] * wscales[n] * ascales[m] in float32, rounded once, where acc is the exact sum of
-    weights times in_feats; a weight is code * scale + zero of its group, in the arithmetic of int8.
+    """acc[m, n] * wscales[n] * ascales[m] in float32, rounded once, where acc is the exact integer
+    product of weights and in_feats; a weight is code * scale + zero of its group in int8
+    arithmetic.
 
     Args:
         in_feats: [M, K] int8; K a multiple of 128.
-        kernel: [N, K / 2] int8, as of `qserve_w4a8_per_chn_gemm`; N a multiple of 32.
+        kernel: [N, K / 2] int8, as in `qserve_w4a8_per_chn_gemm`; N a multiple of 32.
         zeros, scales_i8: [K / 128, N] int8; of each 32 columns position 4 i + j is that of row
             8 j + i. A zero is - zero point * scale.
         wscales: [N] float16.
@@ -108,16 +109,16 @@ def _check(name: str, call: Call, unit: int) -> None:
     expect(name, "in_feats", x, 2, INT8)
     rows, width = x.shape
     expect(name, "kernel", call.kernel, 2, INT8, x)
-    numbers = call.kernel.shape[0]
+    outputs = call.kernel.shape[0]
     if width % unit or call.kernel.shape[1] * 2 != width:
         shape = list(call.kernel.shape)
         refuse(name, "kernel", f"has shape {shape} for {width} columns, a multiple of {unit}")
-    if numbers % TILE:
-        refuse(name, "kernel", f"has {numbers} rows, not a multiple of {TILE}")
-    expect(name, "wscales", call.wscales, (numbers,), HALF, x)
+    if outputs % TILE:
+        refuse(name, "kernel", f"has {outputs} rows, not a multiple of {TILE}")
+    expect(name, "wscales", call.wscales, (outputs,), HALF, x)
     expect(name, "ascales", call.ascales, (rows,), HALF, x)
     if call.out is not None:
-        expect(name, "out", call.out, (rows, numbers), HALF, x)
+        expect(name, "out", call.out, (rows, outputs), HALF, x)
 
 
 @qserve_w4a8_per_chn_gemm.check

@@ -1,4 +1,5 @@
-"""Repack GPTQ's and AWQ's weights of 4 and 8 bits to Marlin's layout (Frantar et al. 2024)."""
+"""Conversion of GPTQ's and AWQ's 4-bit and 8-bit weights to Marlin's layout (Frantar et al.
+2024)."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ def gptq_marlin_repack(
     """GPTQ's words in Marlin's layout (`cairn.ops.weight_only.packing`).
 
     Args:
-        b_q_weight: [K * bits / 32, N] int32, rows follow each other in a column's bits.
-        perm: [K] int32 or int64, the old row of each new one; empty: rows stay.
+        b_q_weight: [K * bits / 32, N] int32, packed along K.
+        perm: [K] int32 or int64, the old row of each new row; empty: unchanged order.
         size_k, size_n: K and N, multiples of 16 and 64.
         num_bits: 4 or 8.
     Returns:
@@ -41,7 +42,7 @@ def awq_marlin_repack(b_q_weight: Tensor, size_k: int, size_n: int, num_bits: in
     """AWQ's words in Marlin's layout (`cairn.ops.weight_only.packing`).
 
     Args:
-        b_q_weight: [K, N * bits / 32] int32, columns interleaved as `awq_dequantize` takes them.
+        b_q_weight: [K, N * bits / 32] int32, with columns interleaved as in `awq_dequantize`.
         size_k, size_n: K and N, multiples of 16 and 64.
         num_bits: 4 or 8.
     Returns:
@@ -60,8 +61,8 @@ def awq_marlin_moe_repack(
 
     Args:
         b_q_weight: [E, K, N * bits / 32] int32.
-        perm: without effect.
-        size_k, size_n, num_bits: as of `awq_marlin_repack`.
+        perm: ignored.
+        size_k, size_n, num_bits: as in `awq_marlin_repack`.
     Returns:
         [E, K / 16, N * bits / 2] int32.
     Raises:

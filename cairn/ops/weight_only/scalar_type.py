@@ -1,7 +1,7 @@
-"""Types of weights as Marlin's ops take them: an integer with a bit field for each property.
+"""Weight types of Marlin's ops: integers with a bit field per property.
 
 From the lowest bit: exponent 8, mantissa 8, signed 1, bias 32 (signed), finite only 1, kind of NaN
-8. An integer type has exponent + mantissa + signed bits, and a code is worth code - bias.
+8. An integer type has exponent + mantissa + signed bits, and a code has the value code - bias.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from cairn.ops.quantization.nvfp4 import values
 
 @dataclass(frozen=True, slots=True)
 class ScalarType:
-    """A type of weights.
+    """A weight type.
 
     Attributes:
         exponent, mantissa: bits.
         signed: whether there is a sign bit.
-        bias: of integers.
-        finite_only, nan: of floating-point types: no infinity, and the kind of NaN.
+        bias: subtracted from codes of integer types.
+        finite_only, nan: for floating-point types: whether there is no infinity, and the kind of
+            NaN.
     """
 
     exponent: int
@@ -37,7 +38,7 @@ class ScalarType:
 
     @property
     def id(self) -> int:
-        """The integer that names the type."""
+        """The integer id of the type."""
         fields = (
             *((self.exponent, 8), (self.mantissa, 8), (self.signed, 1)),
             *((self.bias, 32), (self.finite_only, 1), (self.nan, 8)),
@@ -72,7 +73,7 @@ BY_ID = {kind.id: kind for kind in NAMED.values()}
 
 
 def id_of(op: str, kind: Any) -> int:
-    """The integer of a type, given as that or as an object with an `id`. Raises BadArgument for an
+    """The id of a type, given as an integer or as an object with an `id`. Raises BadArgument for an
     unknown one."""
     number = getattr(kind, "id", kind)
     if not isinstance(number, int) or number not in BY_ID:

@@ -52,31 +52,31 @@ def expect_same(op: Op[..., Any], *arguments: Any, changed: int | None = None) -
         assert int(around.isfinite().sum()) == residual.numel()
 
 
-@pytest.mark.parametrize("tokens, width, numbers", SIZES)
-def test_products_of_some_tokens(make: Make, tokens: int, width: int, numbers: int) -> None:
+@pytest.mark.parametrize("tokens, width, outputs", SIZES)
+def test_products_of_some_tokens(make: Make, tokens: int, width: int, outputs: int) -> None:
     x = poisoned(make, tokens, width, beside=8)
-    weight = poisoned(make, numbers, width, width**-0.5)
-    bias, norm = vector(make, numbers), vector(make, width)
+    weight = poisoned(make, outputs, width, width**-0.5)
+    bias, norm = vector(make, outputs), vector(make, width)
     expect_same(ops.linear, x, weight, bias)
     expect_same(ops.linear, x, weight, bias, norm, 1e-5)
-    residual = poisoned(make, tokens, numbers, beside=3)
+    residual = poisoned(make, tokens, outputs, beside=3)
     expect_same(ops.linear_add, x, residual, weight, bias, changed=1)
-    pairs = poisoned(make, 2 * numbers, width, width**-0.5)
+    pairs = poisoned(make, 2 * outputs, width, width**-0.5)
     expect_same(ops.gated_linear, x, pairs)
     expect_same(ops.gated_linear, x, pairs, norm)
 
 
-@pytest.mark.parametrize("tokens, width, numbers", SPLIT)
-def test_sums_that_are_split(make: Make, tokens: int, width: int, numbers: int) -> None:
+@pytest.mark.parametrize("tokens, width, outputs", SPLIT)
+def test_sums_that_are_split(make: Make, tokens: int, width: int, outputs: int) -> None:
     x = poisoned(make, tokens, width, beside=8)
-    weight = poisoned(make, numbers, width, width**-0.5)
-    residual = poisoned(make, tokens, numbers, beside=3)
+    weight = poisoned(make, outputs, width, width**-0.5)
+    residual = poisoned(make, tokens, outputs, beside=3)
     assert skinny_gemm.accepts_split(x, weight)
-    expect_same(ops.linear_add_rmsnorm, x, residual, weight, vector(make, numbers), changed=1)
+    expect_same(ops.linear_add_rmsnorm, x, residual, weight, vector(make, outputs), changed=1)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "numbers", "taken"),
+    ("tokens", "width", "outputs", "taken"),
     [
         *((1, 4096, 12288, True), (2, 4096, 12288, True), (3, 4096, 12288, False)),
         *((16, 1024, 8192, True), (17, 1024, 8192, False), (16, 1024, 8200, False)),
@@ -85,10 +85,10 @@ def test_sums_that_are_split(make: Make, tokens: int, width: int, numbers: int) 
         *((8, 2048, 2048, True), (9, 2048, 2048, False), (9, 2048, 1024, True)),
     ],
 )
-def test_tiles_take_what_they_are_faster_with(tokens, width, numbers, taken):
+def test_tiles_take_what_they_are_faster_with(tokens, width, outputs, taken):
     """Measured on an H100 in bfloat16, beside the library's products."""
     meta = {"dtype": torch.bfloat16, "device": "meta"}
-    x, weight = torch.empty(tokens, width, **meta), torch.empty(numbers, width, **meta)
+    x, weight = torch.empty(tokens, width, **meta), torch.empty(outputs, width, **meta)
     assert skinny_gemm.accepts(x, weight) == taken
 
 

@@ -31,7 +31,7 @@ def check_cases(op: Op[..., Any]) -> None:
 
 @pytest.mark.parametrize("op", [ops.moe_align_block_size, ops.prepare_moe_input], ids=str)
 def test_several_programs_sort(op: Op[..., Any], tuned: Tuned) -> None:
-    tuned(TUNING, sort_places=0, sort_chunk=16, sort_step=8, sort_counts=32)
+    tuned(TUNING, sort_pairs=0, sort_chunk=16, sort_step=8, sort_counts=32)
     check_cases(op)
 
 
@@ -40,7 +40,7 @@ def test_tiles_of_many_rows(table: bool, tuned: Tuned) -> None:
     plain = Tile(16, 16, 16, 4, 2, 2, table)
     coded = Tile(16, 128, 128, 4, 2, 2, table)
     tiles = {"32": ((1, plain, plain),), "8": ((1, coded, coded),)}
-    tuned(TUNING, tiles=tiles, single_places=0)
+    tuned(TUNING, tiles=tiles, single_pairs=0)
     check_cases(ops.fused_experts)
     check_cases(ops.linear_fp8_blocks)
     check_cases(ops.fp8_blockwise_scaled_grouped_mm)
@@ -53,7 +53,7 @@ def test_experts_that_no_token_has_are_not_read(tuned: Tuned) -> None:
     wanted = ops.fused_experts.using("reference")(x, w1, w2, weights, ids)
     w1[1], w2[3] = torch.nan, torch.nan
     for places in (0, 16):
-        tuned(TUNING, single_places=places)
+        tuned(TUNING, single_pairs=places)
         got = ops.fused_experts.using("triton")(x, w1, w2, weights, ids)
         torch.testing.assert_close(got, wanted)
 

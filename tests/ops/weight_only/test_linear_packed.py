@@ -28,9 +28,9 @@ def test_a_shift_takes_out_neighbouring_numbers(bits: int) -> None:
 @pytest.mark.parametrize("groups", [1, 3])
 def test_products(bits: int, zeros: bool, groups: int) -> None:
     torch.manual_seed(0)
-    width, numbers = 144, 20
-    codes = torch.randint(0, 1 << bits, (numbers, width))
-    scale, zero = torch.rand(groups, numbers), torch.randint(0, 1 << bits, (groups, numbers))
+    width, outputs = 144, 20
+    codes = torch.randint(0, 1 << bits, (outputs, width))
+    scale, zero = torch.rand(groups, outputs), torch.randint(0, 1 << bits, (groups, outputs))
     middle = zero.T.repeat_interleave(width // groups, 1) if zeros else 1 << bits - 1
     factor = scale.T.double().repeat_interleave(width // groups, 1)
     weight, x = (codes - middle) * factor, torch.randn(5, width)

@@ -1,7 +1,7 @@
 """The gated delta rule in chunks (see `recurrence`), on tensor cores.
 
-`chunk_kernel` computes for all chunks in parallel what does not depend on the state; then
-`carry_kernel` takes the states from chunk to chunk. With G the running sum of log decays in a
+`chunk_kernel` computes the terms that do not depend on the state, for all chunks in parallel; then
+`carry_kernel` propagates the states from chunk to chunk. With G the running sum of log decays in a
 chunk, D[i, j] = e^(G_i - G_j), and l the inverse l2 norms of keys and queries:
 
     A = the part of beta_i l_i l_j (k_i . k_j) D[i, j] below the diagonal
@@ -9,8 +9,8 @@ chunk, D[i, j] = e^(G_i - G_j), and l the inverse l2 norms of keys and queries:
     N = T (beta v - (beta e^G l) (k S)),  o = (scale e^G l) (q S) + P N
     S = e^(G_n) S + k^T ((e^(G_n - G) l) N)
 
-The state S is [K, V] here. Products are of keys and queries as they are given, which are exact in
-half precision; factors are applied to their results.
+The state S is [K, V] here. Tensor-core products use keys and queries as given, which are exact in
+half precision; factors are applied to the products.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from cairn.ops.gpu import constant, tl, triton
 from cairn.ops.mamba.kernels.recurrent import FEW, GRID, log_decay, sigmoid
 
 FACTORS = constant(4)
-"""Factors of a token and head, from `chunk_kernel` for `carry_kernel`: beta; beta e^G l;
-scale e^G l; e^(G_n - G) l."""
+"""Factors per token and head that `chunk_kernel` passes to `carry_kernel`: beta; beta e^G l; scale
+e^G l; e^(G_n - G) l."""
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def chunk_kernel(
         q32, k32 = query.to(tl.float32), key.to(tl.float32)
         q_length = tl.rsqrt(tl.sum(q32 * q32, 1) + 1e-6)
         k_length = tl.rsqrt(tl.sum(k32 * k32, 1) + 1e-6)
-    # In float64: the sums are large, and their differences are what is used.
+    # In float64, because differences of large sums are used.
     total = tl.cumsum(g.to(tl.float64), 0)
     last = tl.sum(tl.where(i == GRID - 1, total, 0.0), 0)
     apart = (total[:, None] - total[None, :]).to(tl.float32)

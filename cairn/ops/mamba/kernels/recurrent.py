@@ -40,7 +40,7 @@ def normed(x, NORMALISED: tl.constexpr):
 
 @triton.jit
 def shifted(x, shift, inside):
-    """The sum of the numbers at two addresses, float32."""
+    """The sum of the values at two addresses, float32."""
     number = tl.load(x, mask=inside, other=0.0).to(tl.float32)
     return number + tl.load(shift, mask=inside, other=0.0).to(tl.float32)
 
@@ -50,7 +50,7 @@ def gates(
     a, b, a_log, dt_bias, head, column, wide, beta, threshold,
     K: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """Decay and strength of a token in one head; a, b: addresses of its numbers. See
+    """Decay and write strength of a token in one head; a, b: addresses of its inputs. See
     `recurrent_kernel`."""
     strength = tl.load(b).to(tl.float32)
     if a_log is None:

@@ -1,4 +1,4 @@
-"""The kernel that finds where rows begin."""
+"""The kernel that finds the first token of each row of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cairn.ops.gpu import tl, triton
 
 @triton.jit
 def ragged_rows_kernel(row, slot, starts, rows, first, tokens, most, BLOCK: tl.constexpr):
-    """By one program: starts [most + 1], rows and first [most] of `ragged_rows`."""
+    """Write starts [most + 1], rows and first [most] of `ragged_rows`, by one program."""
     found, end = 0, 0
     for i in range(0, tokens, BLOCK):
         token = i + tl.arange(0, BLOCK)

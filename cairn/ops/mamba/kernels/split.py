@@ -1,4 +1,4 @@
-"""Kernels that take projections apart, and of the gates alone."""
+"""Kernels that split projections, and the kernel of the gates."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from cairn.ops.mamba.kernels.recurrent import log_decay, sigmoid
 
 @triton.jit
 def gates_kernel(
-    a_log, a, b, dt_bias, g, strength, numbers, heads, a_token, b_token, beta, threshold,
+    a_log, a, b, dt_bias, g, strength, elements, heads, a_token, b_token, beta, threshold,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """g and strength [T, heads] of `log_decay` and `sigmoid`, BLOCK numbers of them."""
+    """g and strength [T, heads] of `log_decay` and `sigmoid`, BLOCK elements of them."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
+    inside = at < elements
     token, head = at // heads, at % heads
     x = tl.load(a + token * a_token + head, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(dt_bias + head, mask=inside, other=0.0).to(tl.float32)
@@ -30,8 +30,8 @@ def split_kernel(
     K: tl.constexpr, V: tl.constexpr, GROUPED: tl.constexpr, PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of a token: first of [q | k | v | z], then of [b | a]. What stands where in
-    the input: GROUPED by key head, else in that order."""
+    """Copy BLOCK columns of a token, of [q | k | v | z] and then of [b | a]. GROUPED: input columns
+    are grouped by key head; otherwise they are in that order."""
     token, part = row_and_part(PROGRAMS)
     heads: tl.constexpr = KEYS * EACH
     wide: tl.constexpr = 2 * KEYS * K + heads * V

@@ -1,7 +1,7 @@
-"""Kernel of grouped matrix products: tiles of rows, each with the matrix of its expert.
+"""Kernel of grouped matrix products: each tile of rows is multiplied with the matrix of its expert.
 
-In fp8 an expert's matrix has a scale for each block of 128 x 128, rows have one for every 128
-numbers. The tensor cores add up the products of one block; sums over blocks are float32.
+In fp8 an expert's matrix has a scale for each block of 128 x 128, and rows have one for every 128
+elements. Tensor cores accumulate the products within a block; sums over blocks are in float32.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cairn.ops.pdl import await_previous
 from cairn.ops.quantization.kernels import code_of, inverse_of, largest_bits
 
 GROUP = 128
-"""Numbers, and rows of a matrix, that share a scale."""
+"""Elements of a row, and rows of a matrix, per scale."""
 BLOCK = tl.constexpr(GROUP) if tl is not None else GROUP
 LEAST = tl.constexpr(1e-10) if tl is not None else 1e-10
 
@@ -30,8 +30,8 @@ def quantized(number, HARDWARE: tl.constexpr):
 
 @triton.jit
 def tile_of(program, tiles, columns, TILES: tl.constexpr):
-    """Number of a program's tile of rows and of its tile of columns: TILES tiles of rows go through
-    all columns together, so that rows and matrices are read again while a cache has them."""
+    """Indices of a program's tile of rows and tile of columns. TILES tiles of rows are multiplied
+    with all columns before the next ones, so that rows and matrices are read again from L2."""
     span = TILES * columns
     first = program // span * TILES
     count = tl.minimum(tiles - first, TILES)
@@ -43,8 +43,8 @@ def matrix_tile(
     w, row, column, rows, width, w_stride, BN: tl.constexpr, BK: tl.constexpr,
     TABLE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Columns `column` .. + BK of matrix rows `row` .. + BN: [BK, BN]. Beyond `rows` it holds
-    anything."""
+    """Columns `column` .. + BK of matrix rows `row` .. + BN: [BK, BN]. Rows beyond `rows` hold
+    arbitrary values."""
     if TABLE:
         tile = w.load([row, column]).T
     else:
@@ -60,7 +60,8 @@ def matrix_tile(
 
 @triton.jit
 def rows_tile(a, row, inside, column, width, a_stride, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Columns `column` .. + BK of some rows: [BM, BK], 0 in rows that are not inside."""
+    """Load columns `column` .. `column` + BK - 1 of the rows at `row`: [BM, BK], 0 in rows that are
+    not inside."""
     at = column + tl.arange(0, BK)
     mask = inside[:, None]
     if not EVEN:
@@ -70,13 +71,13 @@ def rows_tile(a, row, inside, column, width, a_stride, BK: tl.constexpr, EVEN: t
 
 @triton.jit
 def store_tile(
-    out, out_scale, row, inside, column, value, numbers, out_stride, scale_stride, scale_step,
+    out, out_scale, row, inside, column, value, outputs, out_stride, scale_stride, scale_step,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Store float32 values [BM, BN] from column `column` on: rounded, or with out_scale as e4m3
-    with a scale for each row, where BN is 128."""
+    """Store float32 values [BM, BN] from column `column` on: rounded to out's dtype or, with
+    out_scale, as e4m3 with a scale per row (BN is 128)."""
     at = column + tl.arange(0, value.shape[1])
-    mask = inside[:, None] & (at < numbers)[None, :]
+    mask = inside[:, None] & (at < outputs)[None, :]
     to = out + row[:, None] * out_stride + at[None, :]
     if out_scale is None:
         tl.store(to, value.to(out.dtype.element_ty), mask=mask)
@@ -95,19 +96,19 @@ def sum_products(
     SCALED: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     HARDWARE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Products [BM, BN] of rows of a with BN rows of a matrix from row `first` on, and with PAIR
-    from row `second` on.
+    """Products [BM, BN] of rows of a with BN rows of a matrix from row `first` on and, with PAIR,
+    also with those from row `second` on.
 
     Args:
-        a: at its address.
-        a_scale, w_scale: SCALED: at those of the rows [BM] and of the block of row `first`; the
-            scales of the next block of columns are scale_step behind those of a row, and 1 behind
-            that of the matrix. Without a_scale rows are numbers, which are quantised here.
-        second_scale: how far the scales of row `second` are from those of `first`.
-        STAGES: of the loop, whose scales are then read ahead too; None: those of the launch, which
-            read only tiles ahead.
+        a: address of the rows.
+        a_scale, w_scale: SCALED: addresses of the scales of the rows [BM] and of the block of row
+            `first`. From one block of columns to the next, scales of rows are scale_step elements
+            apart and those of the matrix 1. Without a_scale, rows are quantised here.
+        second_scale: elements from the scales of row `first` to those of row `second`.
+        STAGES: stages of the loop, with which scales are prefetched too; None: num_stages of the
+            launch, which prefetches tiles only.
     """
-    # Of the loads that feed no product the compiler pipelines tensors, and no scalars.
+    # Of loads that do not feed a tl.dot, the compiler pipelines tensors but not scalars.
     line = row * 0 if STAGES is not None else 0
     left = tl.zeros((BM, BN), tl.float32)
     right = tl.zeros((BM, BN), tl.float32)
@@ -137,11 +138,11 @@ def sum_products(
 
 @triton.jit
 def rows_of(
-    tile, order, begins, ends, places, share, count,
+    tile, order, begins, ends, pairs, share, count,
     BM: tl.constexpr, GATHERED: tl.constexpr, SCATTERED: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Rows [BM] of a and of out that a tile reads and writes, int64, and which of them there are;
-    see `experts_kernel`."""
+    """Rows [BM] of a that a tile reads and of out that it writes, int64, and a mask of those that
+    exist; see `experts_kernel`."""
     line = tl.arange(0, BM)
     if SINGLE:
         row = tile + line
@@ -152,21 +153,22 @@ def rows_of(
     else:
         row = tile * BM + line
         inside = row < count
-    place = row
+    pair = row
     if order is not None:
-        place = tl.load(order + row, mask=inside, other=places)
-        inside = inside & (place < places)
+        pair = tl.load(order + row, mask=inside, other=pairs)
+        inside = inside & (pair < pairs)
     source, target = row.to(tl.int64), row.to(tl.int64)
     if GATHERED:
-        source = (place // share).to(tl.int64)
+        source = (pair // share).to(tl.int64)
     if SCATTERED:
-        target = place.to(tl.int64)
+        target = pair.to(tl.int64)
     return source, target, inside
 
 
 @triton.jit
 def owner_of(row, offsets, sizes, size_stride, experts, EP: tl.constexpr):
-    """The expert e with offsets[e] <= row < offsets[e] + sizes[e, 0]; -1 if there is none."""
+    """The expert e with offsets[e] <= row < offsets[e] + sizes[e, 0]; -1 if no expert has the
+    row."""
     expert = tl.arange(0, EP)
     inside = expert < experts
     first = tl.load(offsets + expert, mask=inside, other=0)
@@ -174,11 +176,11 @@ def owner_of(row, offsets, sizes, size_stride, experts, EP: tl.constexpr):
     return tl.max(tl.where((first <= row) & (row < first + count), expert, -1), 0)
 
 
-@triton.jit(early=(), do_not_specialize=["places", "count", "tiles", "a_scale_step"])
+@triton.jit(early=(), do_not_specialize=["pairs", "count", "tiles", "a_scale_step"])
 def experts_kernel(
     a, a_scale, w, w_scale, out, out_scale, order, owners, used, begins, ends, sizes, size_stride,
     experts,
-    places, share, numbers, width, rows, a_stride, a_scale_stride, a_scale_step, w_stride,
+    pairs, share, outputs, width, rows, a_stride, a_scale_stride, a_scale_step, w_stride,
     w_scale_expert, w_scale_row, out_stride, out_scale_stride, out_scale_step, count, tiles,
     columns, limit,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
@@ -187,26 +189,28 @@ def experts_kernel(
     PRECISION: tl.constexpr, HARDWARE: tl.constexpr, STAGES: tl.constexpr, EP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [R, numbers] = rows of a, each with the matrix of its expert.
+    """out [R, outputs] = each row of a times the matrix of its expert.
 
-    Tile t of rows has the expert owners[t], and is not computed if that is negative; owners None:
-    the only one. Its rows are t * BM .. + BM, less than `count`; with `begins` begins[t] .. + BM,
-    less than ends[t]; SINGLE: row t alone. With `sizes` row t has the expert `owner_of` it, of as
-    many as `experts`, padded to EP, with begins as offsets.
+    Tile t of rows has the expert owners[t] and is skipped if that is negative; owners None: there
+    is one expert. Its rows are t * BM .. t * BM + BM - 1, below `count`; with `begins`, they start
+    at begins[t] and end before ends[t]; SINGLE: row t only. With `sizes`, the expert of row t is
+    found by `owner_of` among `experts` experts (padded to EP), with begins as offsets.
 
     Args:
-        a: [rows, width], or codes with a_scale [rows, blocks of columns]; numbers are quantised
-            here where matrices are codes.
-        w: matrices [E, rows, width] below each other, as a table of blocks [BN, BK] (TABLE) or as
-            they are. KIND "": rows are `numbers`. Else rows are 2 * numbers, and what is stored is
-            act(x first half) * x second half, act being that of KIND. CLAMPED: the first half is
-            at most `limit`, the second one between -limit and limit.
-        w_scale: SCALED: of blocks 128 x 128 of the matrices, those of each half from its own first
-            row on.
-        out, out_scale: numbers, or codes and scales of 128 numbers (BN is 128).
-        order: places in the order of rows; those beyond `places` are none. GATHERED: the row of a
-            is place // share, SCATTERED: the row of out is the place; else both are the tile's.
-        used: [1], rows in use, from which follows the number of tiles; None: `tiles`.
+        a: [rows, width], or codes with a_scale [rows, blocks of columns]; rows without a_scale are
+            quantised here if the matrices are codes.
+        w: matrices [E, rows, width], as a tensor descriptor of blocks [BN, BK] (TABLE) or by
+            address. KIND "": rows is `outputs`. Else rows is 2 * outputs, and act(first half of the
+            product) * second half is stored, with the activation KIND. CLAMPED: the first half is
+            clamped to at most `limit`, the second to -limit .. limit.
+        w_scale: SCALED: scales of blocks of 128 x 128 of the matrices; blocks of the second half
+            begin at its first row.
+        out, out_scale: the result or, with out_scale, codes and scales per 128 elements (BN is
+            128).
+        order: pairs in the order of rows; values of `pairs` or more are padding. GATHERED: the row
+            of a is pair // share. SCATTERED: the row of out is the pair. Else both are the tile's
+            rows.
+        used: [1], rows in use, which gives the number of tiles; None: `tiles`.
         columns: tiles of columns.
         STAGES: as in `sum_products`.
         PDL: as in `await_previous`.
@@ -226,7 +230,7 @@ def experts_kernel(
     if expert < 0:
         return
     source, target, inside = rows_of(
-        tile, order, begins, ends, places, share, count, BM, GATHERED, SCATTERED, SINGLE
+        tile, order, begins, ends, pairs, share, count, BM, GATHERED, SCATTERED, SINGLE
     )
     number = column * BN
     first = number
@@ -238,9 +242,9 @@ def experts_kernel(
         w_scale += expert * w_scale_expert + number // BLOCK * w_scale_row
     if a_scale is not None:
         a_scale += source * a_scale_stride
-    half = (numbers + BLOCK - 1) // BLOCK * w_scale_row
+    half = (outputs + BLOCK - 1) // BLOCK * w_scale_row
     left, right = sum_products(
-        a, w, a_scale, w_scale, source, inside, first, first + numbers, rows, width, a_stride,
+        a, w, a_scale, w_scale, source, inside, first, first + outputs, rows, width, a_stride,
         w_stride, a_scale_step, half,
         BM, BN, BK, KIND != "", SCALED, TABLE, EVEN, PRECISION, HARDWARE, STAGES,
     )  # fmt: skip
@@ -250,6 +254,6 @@ def experts_kernel(
     if KIND != "":
         left = activated(left, KIND) * right
     store_tile(
-        out, out_scale, target, inside, number, left, numbers, out_stride, out_scale_stride,
+        out, out_scale, target, inside, number, left, outputs, out_stride, out_scale_stride,
         out_scale_step, HARDWARE,
     )  # fmt: skip

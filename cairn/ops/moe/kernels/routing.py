@@ -1,4 +1,4 @@
-"""Kernel of the routers: scores of one token's experts, groups of experts, and the best ones."""
+"""Kernels of the routers: a token's expert scores, the choice of expert groups, and top-k."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ LAST = gpu.constant(0x7FFFFFFF)
 
 @triton.jit
 def key_of(rank, index):
-    """int64 keys in the order of ranks, the lower index first among equals; NaN is minus infinity.
-    No key is as small as -2 ** 63."""
+    """int64 keys that order experts by rank, the lower index first among ties; NaN ranks as -inf.
+    No key equals -2 ** 63."""
     rank = tl.where(rank == rank, rank, float("-inf")) + 0.0  # -0 is 0
     bits = rank.to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & LAST)
@@ -28,7 +28,7 @@ def rank_of(key):
 
 @triton.jit
 def sqrt_softplus(x):
-    """sqrt(log(1 + e^x)) of float32 numbers."""
+    """sqrt(log(1 + e^x)) in float32."""
     power = tl.exp(x)
     wide = 1.0 + power
     # log(1 + p) of small p (Kahan).
@@ -52,14 +52,14 @@ def score_of(x, inside, cap, SCORE: tl.constexpr, CAPPED: tl.constexpr):
 
 @triton.jit
 def in_best_groups(keys, group, kept, BEST: tl.constexpr):
-    """Whether each group [G, 1] is among the `kept` best: a group counts by the sum of the BEST
+    """Whether each group [G, 1] is among the `kept` best; a group is ranked by the sum of the BEST
     largest ranks of its keys [G, S]."""
     lowest: tl.constexpr = -(1 << 63)
     first = tl.max(keys, 1)
     rank = rank_of(first)
     if BEST == 2:
         rank += rank_of(tl.max(tl.where(keys == first[:, None], lowest, keys), 1))
-    # Groups that only pad have no keys.
+    # Padding groups have no keys.
     own = tl.where(first == lowest, lowest, key_of(rank, group))
     chosen = own != own
     for _ in range(kept):
@@ -71,7 +71,8 @@ def in_best_groups(keys, group, kept, BEST: tl.constexpr):
 
 @triton.jit
 def shared_weight(gate, row, gate_stride):
-    """The weight of a token's shared experts: 1, or sigmoid of its number in gate [T, 1]."""
+    """The weight of a token's shared experts: 1, or sigmoid of the token's element of gate [T,
+    1]."""
     if gate is None:
         weight = 1.0
     else:
@@ -90,15 +91,19 @@ def routing_kernel(
     """weights [T, topk + shared] float32 and ids of the best experts of each token.
 
     Args:
-        gating: [T, experts], groups of `size` neighbours; a tile is [G, S].
-        bias: [experts] or None: added to a softmax's input, else to scores where they are ranked.
-        kept: groups that may be chosen from, ranked by the sum of their BEST best; BEST is 0: all.
-        topk: experts chosen; `shared` more, from number `experts` on, follow.
-        share: the weight of a shared expert is sum / share, which is divided and multiplied as the
-            others are. WHOLE: it is `shared_weight` of the gate instead, as it is.
+        gating: [T, experts], groups of `size` consecutive experts; a tile is [G, S].
+        bias: [experts] or None: added to the input of a softmax; otherwise to the scores for
+            ranking only.
+        kept: number of groups to choose from, ranked by the sum of their BEST best; BEST = 0: all
+            groups.
+        topk: experts chosen; they are followed by `shared` shared experts with ids from `experts`
+            on.
+        share: the weight of a shared expert is sum / share, then normalised and scaled like the
+            others. WHOLE: it is `shared_weight` of the gate instead, without either.
         cap: CAPPED: x becomes cap * tanh(x / cap).
         ROUNDED: scores, and their sums with the bias, are rounded to the dtype of `gating`.
-        RENORMALIZE: weights are divided by their sum + floor. All are multiplied by factor.
+        RENORMALIZE: weights are divided by their sum + floor. factor: all weights are multiplied by
+            it.
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
@@ -154,8 +159,8 @@ def hash_kernel(
     gating, table, tokens, gate, weights, ids, gating_stride, gate_stride, experts, topk, shared,
     factor, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The experts [topk] of a token's row of the table, the shared ones, and their weights; see
-    `hash_topk`. KP: topk + shared, padded. PDL: as in `await_previous`."""
+    """Write the experts [topk] of a token's row of the table, the shared experts, and their
+    weights; see `hash_topk`. KP: topk + shared, padded. PDL: as in `await_previous`."""
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, KP)

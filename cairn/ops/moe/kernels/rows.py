@@ -1,4 +1,4 @@
-"""Kernels that gather rows, and that add up the rows of a token."""
+"""Kernels that gather rows, and that sum the rows of a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cairn.ops.pdl import await_previous
 def gather_rows_kernel(
     x, rows, out, x_stride, width, parts, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """out[i] = x[rows[i]], BLOCK numbers a program. PDL: as in `await_previous`."""
+    """out[i] = x[rows[i]], BLOCK elements per program. PDL: as in `await_previous`."""
     await_previous(PDL)
     row, part = row_and_part(parts)
     column = part * BLOCK + tl.arange(0, BLOCK)
@@ -30,23 +30,24 @@ def sum_rows_kernel(
     Args:
         rows: None: x[p].
         weights: None: 1.
-        ids: a negative ids[p] adds nothing, whatever x holds there; None: all add.
+        ids: pairs with a negative ids[p] are skipped, whatever x holds there; None: none is
+            skipped.
         PDL: as in `await_previous`.
     """
     await_previous(PDL)
     token, part = row_and_part(parts)
     column = part * BLOCK + tl.arange(0, BLOCK)
     number = tl.arange(0, KP)
-    place, there = token * topk + number, number < topk
+    pair, there = token * topk + number, number < topk
     if ids is not None:
-        there = there & (tl.load(ids + place, mask=there, other=-1) >= 0)
-    source = place
+        there = there & (tl.load(ids + pair, mask=there, other=-1) >= 0)
+    source = pair
     if rows is not None:
-        source = tl.load(rows + place, mask=there, other=0).to(tl.int64)
+        source = tl.load(rows + pair, mask=there, other=0).to(tl.int64)
     at = x + source[:, None] * x_stride + column[None, :]
     value = tl.load(at, mask=there[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
     if weights is not None:
-        value *= tl.load(weights + place, mask=there, other=0.0).to(tl.float32)[:, None]
+        value *= tl.load(weights + pair, mask=there, other=0.0).to(tl.float32)[:, None]
     total = tl.sum(value, 0) * factor
     at = out + token * out_stride + column
     tl.store(at, total.to(out.dtype.element_ty), mask=column < width)

@@ -10,7 +10,7 @@ def aligned_block(base, block, width, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     """Of a row `base` numbers behind an aligned address: how far its block-th block begins from
     there, the place of its first number in the row, and whether all BLOCK lie inside.
 
-    Loads of a whole block need no mask: they move ALIGN numbers at once.
+    Loads of a whole block need no mask: they move ALIGN elements at once.
     """
     shift = base % ALIGN
     begin = block * BLOCK - shift

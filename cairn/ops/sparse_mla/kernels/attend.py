@@ -1,11 +1,11 @@
-"""Latent attention over records of the cache: one kernel, whatever says which records.
+"""Latent attention over records of the cache, selected by lists of cells or by the page table.
 
-A record [latent | rotary key] is the key of every head, and its latent the value. A program has
-some heads of one token and one of the splits of its candidates. How many candidates there are is
-read from device memory and bounds the loop: what lies behind them costs nothing.
+A record [latent | rotary key] is the key of every head, and its latent is the value. A program
+handles some heads of one token and one split of its candidates (split-KV). The number of candidates
+is read from device memory and bounds the loop, so longer tables cost nothing.
 
-Latents are held as tiles: float8 ones have a scale for each tile of 128 numbers, or in records of
-which every number is a value for each 64.
+Latents are held as tiles: float8 latents have a scale per 128 elements, or per 64 in records whose
+value is the whole record.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ def lines_of(
     candidate, inside, source, capacity, page_stride, slot_stride, more, border, more_capacity,
     away, SIZE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Where the records of candidates [KEYS] begin, in numbers from the first record, and which of
-    them are there.
+    """Offsets in elements of the records of candidates [KEYS], and a mask of those that exist.
 
     Args:
-        source: the token's list of cells, or with PAGED its row of the page table.
-        capacity: cells of the cache, or with PAGED its pages.
-        more: a second list, of candidates from number `border` on, in a cache that begins `away`
-            numbers behind the first; None: there is none.
-        SIZE: slots of a page; 0: the cache is one page.
+        source: the token's list of cells or, with PAGED, its row of the page table.
+        capacity: number of cells of the cache or, with PAGED, of its pages.
+        more: a second list, for candidates from `border` on, in a cache that begins `away` elements
+            after the first; None: no second list.
+        SIZE: page size; 0: the cache is one page.
     """
     if PAGED:
         page = tl.load(source + candidate // SIZE, mask=inside, other=-1)
@@ -58,8 +57,8 @@ def lines_of(
 
 @triton.jit
 def load_part(at, line, inside, first: tl.constexpr, limit: tl.constexpr, WIDTH: tl.constexpr):
-    """[KEYS, WIDTH] numbers first .. of the lines that begin at `at + line`; 0 from `limit` on and
-    where not inside."""
+    """Load columns first .. first + WIDTH - 1 of the rows that begin at `at + line` [KEYS]; 0 from
+    column `limit` on and in rows that are not inside."""
     column = first + tl.arange(0, WIDTH)
     shown = inside[:, None]
     if first + WIDTH > limit:
@@ -72,24 +71,24 @@ def load_latent(
     cache, scales, line, inside, tile: tl.constexpr,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS, WIDTH] numbers of a tile of latents, as DTYPE.
+    """Load a tile [KEYS, WIDTH] of latents, converted to DTYPE.
 
     Args:
-        scales: the cache as float32, of one in float8; None: it has none.
+        scales: a float8 cache viewed as float32; None: the cache has no scales.
     """
     value = load_part(cache, line, inside, tile * WIDTH, LATENT, WIDTH)
     if scales is not None:
         at = scales + line // 4 + LATENT // 4 + tile * (WIDTH // 128)
         scale = tl.load(at, mask=inside & (tile * WIDTH < LATENT), other=0.0)
         value = value.to(tl.float8e4nv, bitcast=True)
-        # A power of two: the product is exact in any dtype.
+        # Scales are powers of two: the product is exact in any dtype.
         value = value.to(DTYPE) * scale.to(DTYPE)[:, None]
     return value
 
 
 @triton.jit
 def decoded(code):
-    """float32 of e8m0 bytes; see `cairn.ops.quantization.e8m0`."""
+    """float32 values of e8m0 bytes; see `cairn.ops.quantization.e8m0`."""
     code = code.to(tl.int32)
     bits = tl.where(code == 0, 1 << 22, code << 23)
     bits = tl.where(code == 255, 0x7FC00000, bits)
@@ -101,8 +100,8 @@ def load_whole(
     cache, ropes, line, inside, tile: tl.constexpr,
     PLAIN: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS, WIDTH] numbers of a tile of records of LATENT numbers, as DTYPE: PLAIN in float8, a
-    scale for each 64 of them, and the rest in bfloat16."""
+    """Load a tile [KEYS, WIDTH] of records of LATENT elements, converted to DTYPE: PLAIN elements
+    in float8 with a scale per 64, the rest in bfloat16."""
     behind: tl.constexpr = PLAIN + (PLAIN // 64 + 7) // 8 * 8
     first: tl.constexpr = tile * WIDTH
     column = first + tl.arange(0, WIDTH)
@@ -128,7 +127,8 @@ def load_values(
     cache, scales, ropes, line, inside, tile: tl.constexpr,
     PLAIN: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS, WIDTH] numbers of a tile of latents, as DTYPE; see `accumulate_kernel`."""
+    """Load a tile [KEYS, WIDTH] of latents in any format, converted to DTYPE; see
+    `accumulate_kernel`."""
     if PLAIN:
         value = load_whole(cache, ropes, line, inside, tile, PLAIN, LATENT, WIDTH, DTYPE)
     else:
@@ -143,14 +143,15 @@ def attend(
     LATENT: tl.constexpr, PLAIN: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr,
     PAGED: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Candidates begin .. end - 1 of a token, for some of its heads: maximum of the logits (base 2)
-    and sum of the weights [LINES], and sums of weighted latents, a tile each [LINES, WIDTH].
+    """Online softmax over candidates begin .. end - 1 of a token, for some of its heads: maximum of
+    the logits (base 2) and sum of the weights [LINES], and weighted sums of latents, one [LINES,
+    WIDTH] per tile.
 
     Args:
-        q0 .. q3, q_rope: the query's tiles; those behind TILES are not looked at.
-        ropes: the cache as what rotary keys are kept in.
+        q0 .. q3, q_rope: the query's tiles; those from TILES on are ignored.
+        ropes: the cache viewed in the dtype of the rotary keys.
         more .. away: as in `lines_of`.
-        factor: of the dot products, times log2(e).
+        factor: softmax scale times log2(e).
     """
     lines: tl.constexpr = q0.shape[0]
     width: tl.constexpr = q0.shape[1]
@@ -213,7 +214,7 @@ def attend(
 
 @triton.jit
 def store_tile(at, value, alive, tile: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr):
-    """Write value [LINES, WIDTH], a tile of the lines that begin at `at` [LINES]."""
+    """Store value [LINES, WIDTH] as tile `tile` of the rows that begin at `at` [LINES]."""
     column = tile * WIDTH + tl.arange(0, WIDTH)
     shown = alive[:, None] & (column < LATENT)[None, :]
     tl.store(at[:, None] + column[None, :], value.to(at.dtype.element_ty), mask=shown)
@@ -224,8 +225,8 @@ def bounds_of(
     token, begins, ends, cache, more, more_ends, most, more_most, split, splits,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """The candidates begin .. end - 1 of one of a token's splits, the number of the first one of
-    the second list, and how far behind the cache that list's cache begins; see
+    """Range begin .. end - 1 of a split's candidates, index of the first candidate of the second
+    list, and offset in elements of that list's cache from the first cache; see
     `accumulate_kernel`."""
     begin = 0
     if begins is not None:
@@ -238,7 +239,7 @@ def bounds_of(
         end = border + tl.maximum(tl.minimum(tl.load(more_ends + token).to(tl.int32), more_most), 0)
         size: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
         away = (more.to(tl.int64) - cache.to(tl.int64)) // size
-        # Of caches that begin at multiples of 16 bytes.
+        # Both caches are aligned to 16 bytes.
         away = tl.multiple_of(away, 16 // size)
     each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), splits) * KEYS
     begin += split * each
@@ -254,21 +255,22 @@ def accumulate_kernel(
     ROPE: tl.constexpr, WIDTH: tl.constexpr, RP: tl.constexpr, TILES: tl.constexpr,
     SIZE: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A token's heads over one of the splits of its candidates begins .. ends - 1: of its list of
-    cells, or with PAGED of its row of the page table.
+    """Attention of a token's heads over one split of its candidates begins .. ends - 1, which index
+    its list of cells or, with PAGED, the slots of its row of the page table.
 
-    o: [T, HEADS, splits, LATENT]; lse: [T, HEADS, splits] float32, natural logarithm; peaks: the
-    same for the largest logits, base 2, or None.
+    o: [T, HEADS, splits, LATENT]; lse: [T, HEADS, splits] float32, natural logarithm; peaks:
+    likewise the largest logits in base 2, or None.
 
     Args:
-        begins: [T], or None: from the first on; ends: [T].
-        more, more_cells, more_ends, more_most, more_capacity: a second list of cells, of another
-            cache, whose candidates come behind the first one's; None: there is none.
+        begins: [T], or None: 0; ends: [T].
+        more, more_cells, more_ends, more_most, more_capacity: a second cache and list of cells,
+            whose candidates follow those of the first list; None: no second list.
         sink: [HEADS] float32 where there is one split, or None.
-        most: candidates that there can be.
-        PLAIN: numbers in float8 of records of which every number is a value, see `load_whole`; 0:
-            records are others.
-        capacity, SIZE: as in `lines_of`; source_stride: from row to row of cells, or of the table.
+        most: upper bound of ends.
+        PLAIN: float8 elements of records whose value is the whole record, see `load_whole`; 0:
+            other records.
+        capacity, SIZE: as in `lines_of`; source_stride: row stride of `cells`, or of the page
+            table.
     """
     columns: tl.constexpr = (HEADS + LINES - 1) // LINES
     token = (tl.program_id(0) // columns).to(tl.int64)
@@ -304,7 +306,7 @@ def accumulate_kernel(
         listed, border, more_capacity, away,
         LATENT, PLAIN, ROPE, SIZE, PAGED, TILES, KEYS, PRECISION,
     )  # fmt: skip
-    # NaN is seen too.
+    # This condition is true for NaN too.
     seen = total != 0
     safe = tl.where(seen, total, 1.0)
     logs = tl.where(seen, (best + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
@@ -331,8 +333,8 @@ def merge_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The splits of COLUMNS numbers of one (token, head) become one state; a sink joins the sum of
-    weights, not lse. SPLITS: padded to a power of two. PDL: as in `await_previous`."""
+    """Merge the splits of one (token, head), COLUMNS elements of the output; a sink is added to the
+    sum of weights but not to lse. SPLITS: padded to a power of two. PDL: as in `await_previous`."""
     launch_next(PDL)
     await_previous(PDL)
     place = tl.program_id(0).to(tl.int64)

@@ -1,8 +1,9 @@
-"""Latent attention over cells for Hopper: two groups of warps that multiply, one that gathers.
+"""Latent attention over lists of cells for Hopper: two warp groups multiply, a third gathers
+records.
 
-The division of work between the multiplying groups is that of `latent_groups_kernel` (dense
-decoding of a page table). Here a third group of four warps copies the records that a token's list
-names, line by line; a number that is no cell is a line of zeros, whose logits are cleared.
+The multiplying warp groups divide the work as in `latent_groups_kernel` (dense decoding through a
+page table). A third group of four warps copies the records of a token's list to shared memory, row
+by row; an invalid cell becomes a row of zeros, whose logits are masked.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from cairn.ops.gpu import constant, gl, gluon, hopper
 from cairn.ops.wgmma import base_of, multiply, scaled, summed, tell, unknown_zero
 
 RISE = constant(0.0)
-"""As that of `latent_groups_kernel`, which is 8. With 0 weights are relative to the largest logit
-so far, whose own weight is 1, exact in 16 bits. With 8 the rounding of large weights alone reaches
-1.2 of the tests' bound (computed in float32 for 75 tokens of 64 heads), with 0 it reaches 0.7."""
+"""By how much (base 2) the largest logit must exceed the reference of the weights before it becomes
+the reference; `latent_groups_kernel` has 8. With 0 the largest weight so far is always 1, which is
+exact in 16 bits. With 8 the rounding of larger weights alone reaches 1.2 times the tests' tolerance
+(computed in float32 for 75 tokens of 64 heads), with 0 it reaches 0.7."""
 
 
 @gluon.jit
 def cells_at(cells, position, length, capacity):
-    """Cells of positions in a token's list; -1 behind its length and for what is no cell."""
+    """Cells at positions of a token's list; -1 beyond its length and for invalid cells."""
     cell = gl.load(cells + position, mask=position < length, other=-1)
     return gl.where(cell < capacity, cell, -1)
 
@@ -39,8 +41,8 @@ def copy_lines(
     cache, slot_stride, cells, first, length, capacity, column, tile, LAYOUT: gl.constexpr,
     LINES: gl.constexpr,
 ):  # fmt: skip
-    """Begin to copy columns of the records at positions first .. of a list to the lines of a tile;
-    what is no cell becomes zeros."""
+    """Start async copies of columns of the records at positions first .. of a list to the rows of a
+    shared-memory tile; rows of invalid cells become zeros."""
     WIDTH: gl.constexpr = tile.shape[1]
     for part in gl.static_range(tile.shape[0] // LINES):
         position = first + part * LINES + gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT))
@@ -54,7 +56,7 @@ def copy_lines(
 
 @gluon.jit
 def fetch(cache, slot_stride, cells, first, length, capacity, BYTES: gl.constexpr):
-    """Have 128 records, of so many bytes each, brought to the cache of the device."""
+    """Prefetch 128 records of BYTES bytes each to L2."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     position = first + gl.arange(0, 128, layout=LINE)
     cell = cells_at(cells, position, length, capacity)
@@ -70,10 +72,12 @@ def fetch(cache, slot_stride, cells, first, length, capacity, BYTES: gl.constexp
 def gather_blocks(
     cache, slot_stride, cached, cached_rope, full, free, cells, length, capacity, begin, pairs
 ):
-    """Copy pairs of blocks from number `begin` on, halves of them in the order they become free.
+    """Copy pairs of blocks from block `begin` on, one half at a time in the order in which the
+    buffers become free.
 
     Args:
-        cached: [4, slots, 256]: of each block the half that its group sums, then the other.
+        cached: [4, slots, 256]: for each of the two blocks, the half whose values its warp group
+            sums, then the other half.
     """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -109,11 +113,11 @@ def logits_of(
     rope, query, cached, cached_rope, full, phase, cells, first, length, capacity, factor, zero,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Logits [heads, slots] to base 2 with a block of the pair, once it is there.
+    """Wait for a block of the pair and compute its logits [heads, slots] in base 2.
 
     Args:
         rope: the query's last columns, in registers.
-        first: of the block's positions in the list of cells.
+        first: the block's first position in the list of cells.
         zero: an `unknown_zero`.
     """
     LOGITS: gl.constexpr = rope.type.layout.parent
@@ -128,7 +132,8 @@ def logits_of(
     logits = multiply(query.index(WHICH + zero), own.permute((1, 0)), logits)
     hopper.mbarrier.wait(full.index(2 * WHICH + 1), phase)
     logits = multiply(query.index(1 - WHICH + zero), rest.permute((1, 0)), logits)
-    # Last: a large logit that these few products make is not rounded again by the many others.
+    # Added last, so that the many products before do not round a large contribution of these few
+    # again.
     logits = multiply(rope, key.permute((1, 0)), logits)
     logits = hopper.warpgroup_mma_wait(0, deps=[logits]) * factor
     return gl.where((cell >= 0)[None, :], logits, float("-inf"))
@@ -193,7 +198,7 @@ def second_group(
         )  # fmt: skip
         higher, changed = taken_over(exchange, phase, 0, ROWS)
         acc, total = raised(acc, total, base, higher, changed)
-        # The other group's weights first: its block is then done with.
+        # Use the other group's weights first, which frees its block.
         acc = multiply(weights.index(zero), cached.index(1 + zero), acc)
         base, changed = risen(higher, logits, RISE)
         weight, summand = rounded(gl.exp2(logits - base_of(base)[:, None]), cached)
@@ -213,12 +218,12 @@ def cells_groups_kernel(
     q_token, q_head, slot_stride, cells_stride,
     HEADS: gl.constexpr,
 ):  # fmt: skip
-    """As `accumulate_kernel` over lists of cells, for records of 512 + 64 numbers that lie at equal
-    distances. A program has 64 heads of a token; those of one token are neighbours: one reads from
-    the cache what the other has read from memory.
+    """As `accumulate_kernel` over lists of cells, for records of 512 + 64 elements with one stride.
+    A program handles 64 heads of a token; programs of one token are adjacent, so that the second
+    reads records from L2.
 
     Args:
-        most: cells of a list; capacity: of the cache.
+        most: cells per list; capacity: cells of the cache.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -1,4 +1,5 @@
-"""Kernels between the products of latent attention: norms and rotations of a token's parts."""
+"""Kernels between the matrix products of latent attention: norms and rotations of latents, keys and
+queries."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from cairn.ops.pdl import await_previous, launch_next
 
 @triton.jit
 def partners(column, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of columns below ROTATED the other of each pair, the pair's number, and whether it is the
-    second of it."""
+    """For columns below ROTATED: the column of the pair's other element, the index of the pair, and
+    whether the column is its second element."""
     if INTERLEAVED:
         return column ^ 1, column // 2, (column & 1) == 1
     half: tl.constexpr = ROTATED // 2
@@ -22,10 +23,10 @@ def partners(column, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def turned(value, other, angles, column, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """value [.., N] with the columns below ROTATED turned; other: the other of each pair.
+    """value [.., N] with the columns below ROTATED rotated; other: the other element of each pair.
 
     Args:
-        angles: where [cos | sin] of the token begin, ROTATED numbers.
+        angles: address of the token's [cos | sin], ROTATED elements.
     """
     _other, pair, second = partners(column, ROTATED, INTERLEAVED)
     inside = column < ROTATED
@@ -39,7 +40,7 @@ def key_row(
     x, weight, bias, angles, out, eps, WIDTH: tl.constexpr, WP: tl.constexpr,
     ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """One index key: layer norm, rounded, then the rotation of its first ROTATED numbers."""
+    """Write one index key: layer norm, rounded, then rotation of its first ROTATED elements."""
     column = tl.arange(0, WP)
     inside = column < WIDTH
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
@@ -49,7 +50,7 @@ def key_row(
     kind = x.dtype.element_ty
     shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     normed = (apart * scale * factor + shift).to(kind).to(tl.float32)
-    # Its partner's number comes out of memory once more, with the statistics known.
+    # The other element of each pair is loaded again and normed with the statistics computed above.
     other, _pair, _second = partners(column, ROTATED, INTERLEAVED)
     paired = column < ROTATED
     beside = tl.load(x + other, mask=paired, other=0.0).to(tl.float32) - mean
@@ -62,7 +63,7 @@ def key_row(
 
 @triton.jit
 def turn_row(x, angles, out, ROPE: tl.constexpr, RP: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """out [ROPE]: a row at an address, turned."""
+    """Write out [ROPE]: the row at x, rotated."""
     column = tl.arange(0, RP)
     inside = column < ROPE
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
@@ -78,7 +79,7 @@ def turn_heads(
     WIDTH: tl.constexpr, WP: tl.constexpr, HP: tl.constexpr, ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """out [heads, WIDTH]: heads of a token with their first ROPE numbers turned."""
+    """Write out [heads, WIDTH]: heads of a token with their first ROPE elements rotated."""
     head = tl.arange(0, HP)[:, None]
     column = tl.arange(0, WP)[None, :]
     inside = (head < heads) & (column < WIDTH)
@@ -99,11 +100,11 @@ def latent_kernel(
     INTERLEAVED: tl.constexpr, INDEX_INTERLEAVED: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a row [QUERY | LATENT | ROPE] of x both latents are normed and the rotary key is turned;
-    of a row of key [WIDTH] the index key is normed and turned. PDL: as in `await_previous`.
+    """Norm both latents of a row [QUERY | LATENT | ROPE] of x and rotate its rotary key; norm and
+    rotate the index key, a row of key [WIDTH]. PDL: as in `await_previous`.
 
     Args:
-        key: None, with PARTS = 2: there is no indexer.
+        key: None, with PARTS = 2, where the layer has no indexer.
     """
     launch_next(PDL)
     await_previous(PDL)
@@ -134,12 +135,12 @@ def query_kernel(
     WIDTH: tl.constexpr, WP: tl.constexpr, INTERLEAVED: tl.constexpr,
     INDEX_INTERLEAVED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row of x is HEADS heads [NOPE | ROPE], then INDEX_HEADS heads [WIDTH] of the indexer. The
-    heads' rotary parts are turned and written behind q's LATENT numbers; the indexer's heads are
-    turned, and their weights multiplied. PDL: as in `await_previous`.
+    """A row of x has HEADS heads [NOPE | ROPE], then INDEX_HEADS heads [WIDTH] of the indexer. The
+    rotary parts of the heads are rotated and written to q after its LATENT elements; the indexer's
+    heads are rotated, and their weights multiplied by a factor. PDL: as in `await_previous`.
 
     Args:
-        weights: None, with PARTS = 1: there is no indexer.
+        weights: None, with PARTS = 1, where the layer has no indexer.
     """
     launch_next(PDL)
     await_previous(PDL)

@@ -1,8 +1,8 @@
-"""The kernel of the lightning indexer's scores, over keys in pages or side by side.
+"""The kernel of the lightning indexer's scores, over paged or contiguous keys.
 
 Keys are the rows of the matrix product and heads its columns: the sum over heads then stays within
-a warp. A key in float8 meets a query in float8 as it is; else it is converted to the query's dtype,
-which holds it exactly.
+a warp. A float8 key is multiplied with a float8 query directly; otherwise it is converted to the
+query's dtype, which is exact.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cairn.ops.gpu import tl, triton
 
 @triton.jit
 def key_offsets(slot, column, DIM: tl.constexpr, PRESHUFFLED: tl.constexpr):
-    """Where in a page number `column` [1, DP] of the key in `slot` [KEYS] lies."""
+    """Offset in a page of element `column` [1, DP] of the key in `slot` [KEYS]."""
     token = slot[:, None]
     if PRESHUFFLED:
         tile = token // 16 * (16 * DIM) + column // 16 * 256
@@ -28,19 +28,20 @@ def score_keys(
     ONE_PAGE: tl.constexpr, TOKENS: tl.constexpr, PRESHUFFLED: tl.constexpr,
     COMPACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the scores of keys low .. high - 1 for the tokens `mine`, each of those that it sees.
+    """Write the scores of keys low .. high - 1 for the tokens in the mask `mine`; each token only
+    for keys visible to it.
 
     Args:
         query: [DP, TOKENS * heads]; weight: [TOKENS * heads].
-        begin, end: [TOKENS], the keys that each token sees; out_token: where its scores begin, of
-            which there are `width`.
-        SIZE: slots of a page; 0: keys lie side by side. ONE_PAGE: no tile of KEYS keys is of two
-            pages.
+        begin, end: [TOKENS], the range of keys visible to each token. out_token: address of its
+            scores, `width` of them.
+        SIZE: page size; 0: keys are contiguous. ONE_PAGE: no tile of KEYS keys crosses a page
+            border.
     """
     column = tl.arange(0, DP)[None, :]
     coming = low
     if ONE_PAGE:
-        # Known a tile ahead, so that copies of keys do not wait for it.
+        # Page ids are loaded one tile ahead, so that the loads of keys do not wait for them.
         coming = tl.load(table + low // SIZE, mask=low < high, other=-1)
     for start in range(low, high, KEYS):
         position = start + tl.arange(0, KEYS)
@@ -95,19 +96,19 @@ def scores_kernel(
     """out[t, j] = scale_j * sum_h weights[t, h] * max(0, q[t, h] . key_j) for the keys begins[t] ..
     ends[t] - 1; nothing else is written.
 
-    A program has TOKENS tokens side by side and one of the splits of the keys that they see. Keys
-    are read once for all of those tokens that are of one row of the page table.
+    A program handles TOKENS adjacent tokens and one split of the keys visible to them. Keys are
+    read once for all of these tokens that share a row of the page table.
 
     Args:
-        begins: None: all tokens see keys from 0 on.
-        scales: None: they are 1.
-        limit: no token sees keys from there on; width: columns of out.
-        least: tokens that see no more keys than that get no scores.
-        page_stride: from page to page, or with SIZE = 0 from key to key.
-        SIZE: slots of a page; 0: keys lie side by side, without a page table.
+        begins: None: 0 for all tokens.
+        scales: None: all are 1.
+        limit: upper bound of `ends`; width: columns of out.
+        least: tokens with at most this many visible keys get no scores.
+        page_stride: elements from page to page or, with SIZE = 0, from key to key.
+        SIZE: page size; 0: contiguous keys, no page table.
     """
     one_page: tl.constexpr = (SIZE > 0 and SIZE % KEYS == 0) and begins is None
-    # Late tokens see the most keys: they start first.
+    # Later tokens see more keys, so their programs start first.
     group = tl.num_programs(0) - 1 - tl.program_id(0)
     splits = tl.num_programs(1)
     t = tl.arange(0, TOKENS)

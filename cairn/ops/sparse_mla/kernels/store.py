@@ -1,4 +1,5 @@
-"""Kernels that write a step's index keys and latent records to their caches, and quantise queries.
+"""Kernels that write index keys and latent records to their caches, and that quantise index
+queries.
 
 Codes and scales are those of `cairn.ops.quantization`: a float32 division, rounded once.
 """
@@ -14,15 +15,15 @@ from cairn.ops.quantization.kernels import code_of, largest_bits, power_of_two
 def quantised(
     number, least: tl.constexpr, POWER: tl.constexpr, FLOOR: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Rows [N, D] float32 as bytes of e4m3, their scales [N], and with POWER what e8m0 makes of
-    these.
+    """Rows [N, D] float32 as e4m3 bytes, their scales [N] and, with POWER, the e8m0 bytes of the
+    scales.
 
     Args:
-        least: of the largest magnitude, or with FLOOR of the scale.
-        POWER: a scale is the least power of two that is not below it.
+        least: lower bound of the largest magnitude or, with FLOOR, of the scale.
+        POWER: scales are rounded up to powers of two.
         HARDWARE: as in `code_of`.
     """
-    # NaN is larger than any number: its row has the scale NaN.
+    # NaN compares as the largest magnitude, so that the scale of its row is NaN.
     amax = largest_bits(number, 1).to(tl.float32, bitcast=True)
     if not FLOOR:
         amax = tl.where(amax < least, least, amax)
@@ -49,8 +50,8 @@ def index_store_kernel(
     PRESHUFFLED: tl.constexpr, POWER: tl.constexpr, HADAMARD: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """cache[location[t]] = k[t] [DIM], as it is, or with scales in float8; locations outside are
-    passed over."""
+    """cache[location[t]] = k[t] [DIM], unquantised, or in float8 with scales; locations out of
+    range are skipped."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     cell = tl.load(location + t, mask=t < tokens, other=-1).to(tl.int64)
     kept = (cell >= 0) & (cell < capacity)
@@ -104,12 +105,12 @@ def record_store_kernel(
     LATENT: tl.constexpr, LP: tl.constexpr, ROPE: tl.constexpr, RP: tl.constexpr,
     SIZE: tl.constexpr, TILE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """cache[location[t]] = latent[t] [LATENT] | k_pe[t] [ROPE], as they are, or with scales the
-    latent in float8; locations outside are passed over.
+    """cache[location[t]] = latent[t] [LATENT] | k_pe[t] [ROPE], unquantised, or the latent in
+    float8 with scales; locations out of range are skipped.
 
     Args:
-        scales, ropes: the cache as float32 and as what rotary keys are kept in, or None.
-        TILE: numbers that share a scale: 128, or 64 of records of which every number is a value.
+        scales, ropes: the cache viewed as float32 and in the dtype of the rotary keys, or None.
+        TILE: elements that share a scale: 128, or 64 in records whose value is the whole record.
     """
     t = tl.program_id(0).to(tl.int64)
     cell = tl.load(location + t).to(tl.int64)

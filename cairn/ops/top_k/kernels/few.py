@@ -1,4 +1,4 @@
-"""Kernels of the few largest numbers of a row, one after the other."""
+"""Kernels that find the few largest elements of a row, one at a time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from cairn.ops.sampling.kernels.filters import ordered
 
 @triton.jit
 def preferred(value, place):
-    """int64 that orders a row's numbers: the larger first, NaN before all, of equal ones the first
-    place."""
+    """int64 key of a value at an index: a larger value has a larger key, NaN the largest, and of
+    equal values the one with the lower index."""
     return (ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - place)
 
 
 @triton.jit
 def largest_of(key):
-    """The largest of int64 [N] that `preferred` gave, or that stand for none: by maxima of int32,
-    which a warp finds in one instruction."""
+    """The largest of keys int64 [N] from `preferred` (or the key of an empty group), by two maxima
+    of int32, which a warp reduces in one instruction."""
     high = (key >> 32).to(tl.int32)
     # Clear the sign bit: non-negative int32 compare like the unsigned values.
     low = (key & 0x7FFFFFFF).to(tl.int32)
@@ -31,14 +31,14 @@ def few_kernel(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, KP: tl.constexpr,
     LANES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """values, indices [rows, topk]: the largest numbers of one row, one after the other.
+    """Write values, indices [rows, topk]: the largest elements of one row, found one at a time.
 
-    Place i is of group i % GROUPS. The best of every group are held; a group whose best is taken is
-    read again, for the best behind that.
+    Element i belongs to group i % GROUPS. The program holds the largest key of every group; when it
+    is taken, the group is read again to find the next largest.
 
     Args:
-        SIZE: numbers of a group, padded; STEP: those that are read at once; LANES: SIZE, at least
-            the threads of a program, so that each has one.
+        SIZE: elements of a group, padded. STEP: those read per iteration. LANES: SIZE, but at least
+            one element per thread of the program.
         WHOLE: groups are not padded.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -76,7 +76,7 @@ def few_kernel(
 
 @triton.jit
 def larger(a, b):
-    """The larger of two numbers, NaN if there is one."""
+    """The larger of two numbers; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -85,10 +85,11 @@ def first_kernel(
     x, values, indices, stride, width,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """values, indices [rows]: the largest number of one row, the first of equal ones.
+    """Write values, indices [rows]: the largest element of one row, the first of equal ones.
 
-    Groups as in `few_kernel`, of which numbers are held without their places: the group that has
-    the largest is read again, or if there are several, their numbers in order up to it.
+    Groups as in `few_kernel`. Only values are held, without indices: the group with the largest
+    value is read again to find its index; if several groups have it, they are read in order up to
+    its first occurrence.
     """
     row = tl.program_id(0).to(tl.int64)
     x += row * stride

@@ -1,4 +1,5 @@
-"""The best positions of a row, from the lists of `cairn.ops.select_k`."""
+"""Kernel that selects the top-k positions of a row from the candidate lists of
+`cairn.ops.select_k`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cairn.ops.select_k.kernels import (
 
 @triton.jit
 def request_of(bounds, row, requests, BP: tl.constexpr):
-    """q with bounds[q] <= row < bounds[q + 1]; -1 if there is none."""
+    """The request q with bounds[q] <= row < bounds[q + 1]; -1 if there is none."""
     at = tl.arange(0, BP)
     begin = tl.load(bounds + at, mask=at <= requests, other=2147483647)
     request = tl.sum((begin <= row).to(tl.int32), 0) - 1
@@ -28,11 +29,12 @@ def cell_of(
     place, inside, row, table, bounds, owners, offset, table_stride, columns, requests, page_size,
     BP: tl.constexpr,
 ):  # fmt: skip
-    """What stands for the positions place [N] of a row: see the ops.
+    """The outputs for positions place [N] of a row: slots of the page table, or positions plus an
+    offset; see the ops.
 
     Args:
-        bounds: of the rows of scores of each row of the table, in order; or
-        owners: the table's row of each row of scores.
+        bounds: cu_seqlens of the rows of scores of each row of the table; or
+        owners: the table row of each row of scores.
     """
     cell = place
     if table is not None:
@@ -57,9 +59,9 @@ def choose_kernel(
     ROOM: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, KP: tl.constexpr,
     BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The topk best of a row, as what stands for their positions: of what its lists hold, or of all
-    where it has none, because it is short, or because its bound was too high for topk scores. ROOM
-    candidates at once, and with the best of those the next.
+    """Select the topk best positions of a row and write their outputs. Candidates come from the
+    row's lists, or are the whole row if it is short or its bound was too high. Each iteration
+    processes ROOM candidates together with the best so far.
 
     Args:
         floors, lists, counts: of `bound_kernel` and `list_kernel`, or None.
