@@ -21,7 +21,7 @@ def checked_messages(
 
     Content stays a list of parts where one of these is {"type": M} with M of `media`, which stands
     for an image or a video. Else it becomes a string (text parts are joined by line breaks; none,
-    of a tool or beside tool calls or reasoning, is empty), and the arguments of tool calls become
+    of a tool or the assistant, is empty), and the arguments of tool calls become
     mappings, because templates print them as JSON. Arguments that are no JSON object, as a model
     may have written them, stay what they are, as text: one malformed call must not end a
     conversation. `reasoning`, as some servers call it, becomes `reasoning_content`, which templates
@@ -95,7 +95,7 @@ def _message(name: str, message: Any, media: Container[str]) -> dict[str, Any]:
     reasoning = plain.pop("reasoning", None)
     if reasoning is not None:
         plain.setdefault("reasoning_content", reasoning)
-    optional = role == "tool" or "tool_calls" in plain or "reasoning_content" in plain
+    optional = role in ("tool", "assistant")
     plain["content"] = _content(name, message.get("content"), optional, media)
     # Templates ask whether there are calls by the list or by its name.
     calls = _tool_calls(f"{name}.tool_calls", plain.pop("tool_calls", ()))

@@ -29,7 +29,7 @@ from cairn.server.intake import (
 )
 from cairn.server.media import ChatPrompt
 from cairn.server.protocol.chat import ChatRequest, NamedTool, Tool
-from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.explain import BadField
 from cairn.server.protocol.tokens import TokenizeRequest
 from cairn.server.reasoning import behind_thought, is_open
 from cairn.server.sampling import (

@@ -27,7 +27,7 @@ from cairn.server.protocol.completions import (
     CompletionResponse,
     LegacyFinish,
 )
-from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.explain import BadField
 from cairn.server.sampling import (
     Output,
     requested_grammar,

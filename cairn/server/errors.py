@@ -39,6 +39,10 @@ OTHER_APIS = {
     "/v1/responses/": "Answers are not kept: send the whole conversation to /v1/responses",
     "/api/chat": f"Ollama's API is not served. {USE_CHAT}",
     "/api/generate": "Ollama's API is not served. Use /v1/completions",
+    "/api/tags": "Ollama's API is not served. Use /v1/models",
+    "/batches": "`cairn batch` answers a batch file",
+    "/files": "This server keeps no files",
+    "/generate": "Use /v1/completions",
     "/embed": "The model makes no embeddings: this server generates text",
     "/rerank": "The model ranks nothing: this server generates text",
     "/score": "Log-probabilities of a text come from /v1/completions with echo and logprobs",
@@ -133,6 +137,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     path = request.scope["path"]
     message = f"{request.method} {path}: {error.detail}"
     hint = _hint_at(path) if error.status_code == 404 else None
+    allowed = (error.headers or {}).get("Allow") if error.status_code == 405 else None
+    if allowed is not None:
+        hint = f"Use {allowed}"
     if hint is not None:
         message = f"{message}. {hint}"
     return error_response(error.status_code, message, headers=error.headers)

@@ -21,7 +21,7 @@ from cairn.errors import BadRequest, CairnError, EngineDead
 from cairn.obs.metrics import Track
 from cairn.runner.media import PromptMedia
 from cairn.server.protocol.common import CachedTokens, SamplingFields, StreamOptions, Usage
-from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.explain import BadField
 from cairn.server.sampling import field_named_by
 from cairn.server.sse import DONE, EventStream, event, unless_gone
 from cairn.server.state import ServerState

@@ -21,9 +21,11 @@ from cairn.server.generation import Generation, answer, parts_of
 from cairn.server.intake import read_request, tokenizer_of
 from cairn.server.protocol.chat import ChatChoice, ChatChunkChoice, ChatRequest
 from cairn.server.protocol.common import Usage
-from cairn.server.protocol.fields import BadField
 from cairn.server.protocol.messages import (
     AnthropicChoice,
+    AnyChoice,
+    AssistantTurn,
+    AutoChoice,
     CountRequest,
     ImageBlock,
     MadeText,
@@ -33,22 +35,31 @@ from cairn.server.protocol.messages import (
     MessageResponse,
     MessagesRequest,
     MessageUsage,
+    NoChoice,
     StopReason,
     SystemBlock,
+    SystemTurn,
     TextBlock,
     ThinkingBlock,
     TokenCount,
+    ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
-    TurnMessage,
+    Turn,
+    UserTurn,
 )
 from cairn.server.sse import EventStream
 from cairn.server.state import ServerState
+from cairn.server.translated import (
+    Content,
+    chat_request,
+    content_of,
+    image_part,
+    message,
+    text_part,
+)
 
-Content = str | list[dict[str, Any]]
-"""Of a message of a chat."""
 STOP_REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 async def create_message(request: Request) -> Response:
@@ -81,11 +92,11 @@ def chat_of(given: CountRequest) -> ChatRequest:
     Raises:
         BadRequest: a message that no chat can hold.
     """
-    messages = [] if given.system is None else [_said("system", _text(given.system))]
-    for i, turn in enumerate(given.messages):
-        messages += _turn(f"messages[{i}]", turn)
+    messages = [] if given.system is None else [message("system", _content(given.system))]
+    for turn in given.messages:
+        messages += _turn(turn)
     body: dict[str, Any] = {"messages": messages}
-    if given.messages[-1].role == "assistant":
+    if isinstance(given.messages[-1], AssistantTurn):
         body["continue_final_message"] = True
     if given.tools:
         body["tools"] = [
@@ -100,6 +111,11 @@ def chat_of(given: CountRequest) -> ChatRequest:
             }
             for tool in given.tools
         ]
+    if given.output_config is not None:
+        body["reasoning_effort"] = given.output_config.effort
+        if given.output_config.format is not None:
+            schema = {"schema": given.output_config.format.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if given.thinking is not None and given.thinking.type == "disabled":
         body["reasoning_effort"] = "none"
     if given.tool_choice is not None:
@@ -108,76 +124,67 @@ def chat_of(given: CountRequest) -> ChatRequest:
         body["stop"] = given.stop_sequences
         for name in ("max_tokens", "temperature", "top_p", "top_k"):
             body[name] = getattr(given, name)
-    try:
-        return msgspec.convert(body, ChatRequest)
-    except msgspec.ValidationError as error:
-        raise BadField(None, str(error)) from None
+    return chat_request(body)
 
 
 def _choice(choice: AnthropicChoice) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
-    if choice.type == "tool":
-        if choice.name is None:
-            raise BadField("tool_choice.name", "tool_choice of type 'tool' needs a name")
-        chosen["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    else:
-        chosen["tool_choice"] = CHOICES[choice.type]
+    match choice:
+        case AutoChoice():
+            chosen["tool_choice"] = "auto"
+        case AnyChoice():
+            chosen["tool_choice"] = "required"
+        case NoChoice():
+            chosen["tool_choice"] = "none"
+        case ToolChoice():
+            chosen["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     if choice.disable_parallel_tool_use:
         chosen["parallel_tool_calls"] = False
     return chosen
 
 
-def _turn(name: str, turn: TurnMessage) -> Iterator[dict[str, Any]]:
+def _turn(turn: Turn) -> Iterator[dict[str, Any]]:
     """A turn as messages of a chat: results of tools are messages of their own."""
+    role = {SystemTurn: "system", UserTurn: "user", AssistantTurn: "assistant"}[type(turn)]
     if isinstance(turn.content, str):
-        yield _said(turn.role, turn.content)
+        yield message(role, turn.content)
         return
     texts: list[TextBlock | ImageBlock] = []
     thoughts: list[str] = []
     calls = []
-    for i, block in enumerate(turn.content):
+    results = 0
+    for block in turn.content:
         match block:
             case TextBlock() | ImageBlock():
                 texts.append(block)
-            case ThinkingBlock() if turn.role == "assistant":
+            case ThinkingBlock():
                 thoughts.append(block.thinking)
-            case ToolUseBlock() if turn.role == "assistant":
+            case ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            case ToolResultBlock() if turn.role == "user":
-                content = "" if block.content is None else _said_in(block.content)
-                yield _said("tool", content) | {"tool_call_id": block.tool_use_id}
-            case ToolUseBlock() | ToolResultBlock():
-                raise BadField(f"{name}.content[{i}]", f"{name}: the {turn.role} has no such block")
-    said = _said(turn.role, _said_in(texts))
+            case ToolResultBlock():
+                answer = message("tool", _content(block.content or ""))
+                yield answer | {"tool_call_id": block.tool_use_id}
+                results += 1
+    said = message(role, _content(texts))
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:
         said["tool_calls"] = calls
-    if calls or texts or thoughts:
+    if texts or not results:
         yield said
 
 
-def _said(role: str, content: Content) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def _said_in(content: str | Sequence[TextBlock | ImageBlock]) -> Content:
-    """Content of a chat message: a list of parts if there are images, else a string."""
-    if isinstance(content, str) or not any(isinstance(block, ImageBlock) for block in content):
-        return _text(content)
-    return [
-        {"type": "image_url", "image_url": block.source.as_url}
-        if isinstance(block, ImageBlock)
-        else {"type": "text", "text": block.text}
-        for block in content
-    ]
-
-
-def _text(content: str | Sequence[TextBlock | SystemBlock | ImageBlock]) -> str:
+def _content(content: str | Sequence[TextBlock | SystemBlock | ImageBlock]) -> Content:
     if isinstance(content, str):
         return content
-    return "\n".join(block.text for block in content if not isinstance(block, ImageBlock))
+    return content_of([_part(block) for block in content])
+
+
+def _part(block: TextBlock | SystemBlock | ImageBlock) -> dict[str, Any]:
+    if isinstance(block, ImageBlock):
+        return image_part(block.source.as_url)
+    return text_part(block.text)
 
 
 class MessageShape:
@@ -196,7 +203,7 @@ class MessageShape:
     def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> MessageResponse:
         """See Shape."""
         choice = joined(parts[0])
-        return self.message(_content(choice), usage, *_ending(choice))
+        return self.message(_blocks(choice), usage, *_ending(choice))
 
     def message(
         self,
@@ -216,7 +223,7 @@ class MessageShape:
         )
 
 
-def _content(choice: ChatChoice) -> list[MadeThinking | MadeText | MadeToolUse]:
+def _blocks(choice: ChatChoice) -> list[MadeThinking | MadeText | MadeToolUse]:
     message = choice.message
     content: list[MadeThinking | MadeText | MadeToolUse] = []
     if message.reasoning_content:

@@ -20,10 +20,11 @@ from cairn.server.generation import Generation, answer, parts_of
 from cairn.server.intake import read_request
 from cairn.server.protocol.chat import ChatChunkChoice, ChatRequest
 from cairn.server.protocol.common import Usage
-from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.explain import explained
 from cairn.server.protocol.responses import (
     CallOutput,
     FlatChoice,
+    FlatSchemaFormat,
     InputCall,
     InputImage,
     InputMessage,
@@ -38,9 +39,14 @@ from cairn.server.protocol.responses import (
 )
 from cairn.server.sse import EventStream
 from cairn.server.state import ServerState
-
-Content = str | list[dict[str, Any]]
-"""Of a message of a chat."""
+from cairn.server.translated import (
+    Content,
+    chat_request,
+    content_of,
+    image_part,
+    message,
+    text_part,
+)
 
 
 async def create_response(request: Request) -> Response:
@@ -62,9 +68,9 @@ def chat_of(given: ResponsesRequest) -> ChatRequest:
     Raises:
         BadRequest: an item that no chat can hold.
     """
-    messages = [] if given.instructions is None else [_said("system", given.instructions)]
+    messages = [] if given.instructions is None else [message("system", given.instructions)]
     if isinstance(given.input, str):
-        messages.append(_said("user", given.input))
+        messages.append(message("user", given.input))
     else:
         for i, item in enumerate(given.input):
             _add(messages, _item(f"input[{i}]", item))
@@ -83,18 +89,14 @@ def chat_of(given: ResponsesRequest) -> ChatRequest:
     if given.tools:
         functions = [msgspec.to_builtins(tool) for tool in given.tools]
         body["tools"] = [{"type": f.pop("type"), "function": f} for f in functions]
-    try:
-        return msgspec.convert(body, ChatRequest)
-    except msgspec.ValidationError as error:
-        raise BadField(None, str(error)) from None
+    return chat_request(body)
 
 
 def _item(name: str, item: dict[str, Any]) -> Item:
     try:
         read: Item = msgspec.convert({"type": "message", **item}, Item)
     except msgspec.ValidationError as error:
-        reason = error.__cause__ if isinstance(error.__cause__, BadField) else error
-        raise BadField(name, f"{name}: {reason}") from None
+        raise explained(error, Item, item, within=name) from None
     return read
 
 
@@ -105,19 +107,19 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
         case Reasoning():
             thought = "\n".join(part.text for part in item.content or ())
             if thought:
-                messages.append(_said("assistant", "") | {"reasoning_content": thought})
+                messages.append(message("assistant", "") | {"reasoning_content": thought})
         case InputMessage() if last is not None and _only_thought(last, item):
             last["content"] = _content(item.content)
         case InputMessage():
-            messages.append(_said(item.role, _content(item.content)))
+            messages.append(message(item.role, _content(item.content)))
         case InputCall():
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
-                messages.append(_said("assistant", ""))
+                messages.append(message("assistant", ""))
             messages[-1].setdefault("tool_calls", []).append(call)
         case CallOutput():
-            messages.append(_said("tool", _content(item.output)) | {"tool_call_id": item.call_id})
+            messages.append(message("tool", _content(item.output)) | {"tool_call_id": item.call_id})
 
 
 def _only_thought(message: dict[str, Any], item: InputMessage) -> bool:
@@ -126,29 +128,25 @@ def _only_thought(message: dict[str, Any], item: InputMessage) -> bool:
     return message.keys() == keys and not message["content"] and item.role == "assistant"
 
 
-def _said(role: str, content: Content) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
 def _content(content: str | Sequence[InputText | OutputText | InputImage]) -> Content:
-    """Content of a chat message: a list of parts if there are images, else a string."""
     if isinstance(content, str):
         return content
-    if any(isinstance(part, InputImage) for part in content):
-        return [
-            {"type": "image_url", "image_url": part.image_url}
-            if isinstance(part, InputImage)
-            else {"type": "text", "text": part.text}
-            for part in content
-        ]
-    return "\n".join(part.text for part in content if not isinstance(part, InputImage))
+    return content_of([_part(part) for part in content])
+
+
+def _part(part: InputText | OutputText | InputImage) -> dict[str, Any]:
+    if isinstance(part, InputImage):
+        return image_part(part.image_url or "")
+    return text_part(part.text)
 
 
 def _format(given: ResponsesRequest) -> dict[str, Any] | None:
     form = given.text.format if given.text is not None else None
-    if form is None or form.get("type") != "json_schema":
-        return form
-    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    if form is None:
+        return None
+    fields: dict[str, Any] = msgspec.to_builtins(form)
+    kind = fields.pop("type")
+    return {"type": kind, kind: fields} if isinstance(form, FlatSchemaFormat) else {"type": kind}
 
 
 class ResponsesShape:

@@ -18,7 +18,7 @@ from cairn.server.protocol.common import (
     SamplingFields,
     StreamOptions,
 )
-from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.explain import BadField
 from cairn.types import Grammar, KvTransferParams, SamplingParams
 
 SAME_NAME = (

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from cairn.server.chat import encode_chat, shown_tools
 from cairn.server.errors import about
 from cairn.server.intake import at_once_if_short, encoded, read_request, tokenizer_of
-from cairn.server.protocol.fields import BadField
+from cairn.server.protocol.explain import BadField
 from cairn.server.protocol.tokens import (
     DetokenizeRequest,
     DetokenizeResponse,

@@ -40,7 +40,7 @@ def call(**function: object) -> list[dict[str, object]]:
         ([{"content": "x"}], r"messages\[0\] needs a string 'role'"),
         ([{"role": "", "content": "x"}], "needs a string 'role'"),
         ([{"role": "user"}], r"messages\[0\] needs a string 'content'"),
-        ([{"role": "assistant", "content": None, "tool_calls": None}], "needs a string 'content'"),
+        ([{"role": "user", "content": None, "tool_calls": None}], "needs a string 'content'"),
         ([{"role": "user", "content": b"x"}], "needs a string 'content'"),
         ([{"role": "user", "content": {"type": "text"}}], "needs a string 'content'"),
         (

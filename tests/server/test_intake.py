@@ -53,7 +53,8 @@ def test_a_byte_order_mark_is_skipped(api, encoding, text):
         (b'\xef\xbb\xbf{"prompt": "h\xe9"}', "utf-8, but is none at byte 16"),
         (b"\xff\xfe{", "utf-16-le, but is none at byte 2"),
         (b'\xef\xbb\xbf{"prompt": ', "not valid JSON"),
-        (b"\xef\xbb\xbf", "not valid JSON"),
+        (b"\xef\xbb\xbf", "the body is empty"),
+        (b"\x1f\x8b\x08\x00", "Content-Encoding: gzip"),
     ],
 )
 def test_what_is_no_text_is_told_where(api, body, words):

@@ -156,15 +156,27 @@ def test_what_has_no_effect_is_taken(tool_api):
         (body(model="gpt"), "'gpt' is not served"),
         (body({"role": "user", "content": [IMAGE]}), "text only"),
         (body(tools=[{"type": "web_search_20250305", "name": "web_search"}]), "runs no tools"),
-        (body(tools=[TOOL], tool_choice={"type": "tool"}), "needs a name"),
+        (body(tools=[TOOL], tool_choice={"type": "tool"}), "tool_choice.name is missing"),
         (body(tools=[TOOL], tool_choice={"type": "tool", "name": "x"}), "'x'"),
         (body(unknown=1), "unknown is not a field"),
+        (body(tools=[{"name": "a b"}]), "tools[0].name is"),
+        (
+            body({"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "look"}]}),
+            "none of 'text', 'image', 'tool_result'",
+        ),
     ],
 )
 def test_refused(tool_api, given, words):
     response = tool_api.post(PATH, given)
     assert response.status_code in (400, 404)
     assert words in response.json()["error"]["message"]
+
+
+def test_an_answer_in_a_form(tool_api):
+    schema = {"type": "json_schema", "schema": SCHEMA}
+    tool_api.answer(PATH, body(output_config={"effort": "low", "format": schema}))
+    assert json.loads(tool_api.asked.params.grammar.text) == SCHEMA
+    assert "low<|assistant|>" in bytes(tool_api.asked.prompt).decode()
 
 
 def test_tokens_are_counted(tool_api):

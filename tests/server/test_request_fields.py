@@ -310,7 +310,13 @@ def names(struct):
 
 
 def is_constant(kind):
-    return isinstance(kind, inspect.LiteralType) and len(kind.values) == 1
+    """Whether one value is all that a field may have, or null."""
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    return all(
+        isinstance(each, inspect.NoneType)
+        or (isinstance(each, inspect.LiteralType) and len(each.values) == 1)
+        for each in kinds
+    )
 
 
 def top_fields(mark=None):
@@ -437,6 +443,12 @@ def test_values_that_ask_for_nothing(api):
     assert api.error(COMPLETE, body | {"best_of": 1, "n": 2})["param"] == "best_of"
     nothing = observed(api, CHAT, assistant("name", None))
     assert observed(api, CHAT, assistant("refusal", "")) == nothing
+    assert observed(api, CHAT, assistant("tool_calls", None)) == nothing
+    silent = {"role": "assistant", "content": None}
+    empty = {"role": "assistant", "content": ""}
+    assert observed(api, CHAT, said(silent)) == observed(api, CHAT, said(empty))
+    calls = [{"role": "assistant", "tool_calls": [CALL | {"type": t}]} for t in ("function", None)]
+    assert observed(api, CHAT, said(calls[0])) == observed(api, CHAT, said(calls[1]))
 
 
 DULL_VALUES = ("x", True, {"a": "b"}, ["text"])

@@ -11,6 +11,7 @@ from tests.server.fake_api import FakeApi
 EXAMPLES = 15
 """Of each operation."""
 FEW_TOKENS = 4
+LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 HEALTH = list(HealthCheck)
 
 # What a description cannot say (a field that goes with another one, an empty prompt) is refused.
@@ -27,13 +28,14 @@ def tame(case):
         return
     if isinstance(body.get("model"), str):
         body["model"] = "tiny"
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in LIMITS:
         value = body.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and FEW_TOKENS < value < 2**31:
             body[name] = FEW_TOKENS
-    given = (body.get("max_tokens"), body.get("max_completion_tokens"))
-    if case.path.endswith("/chat/completions") and given == (None, None):
-        body["max_tokens"] = FEW_TOKENS
+    unlimited = {"/v1/chat/completions": "max_tokens", "/v1/responses": "max_output_tokens"}
+    name = unlimited.get(case.path)
+    if name is not None and all(body.get(limit) is None for limit in LIMITS):
+        body[name] = FEW_TOKENS
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.names import nearest
 from cairn.server.protocol.common import (
+    CACHED_ANYWAY,
     ELSEWHERE,
     ChoiceExtras,
     PromptScore,
@@ -17,9 +18,8 @@ from cairn.server.protocol.common import (
     Text,
     Usage,
 )
+from cairn.server.protocol.explain import LONGEST_NAME, BadField
 from cairn.server.protocol.fields import (
-    LONGEST_NAME,
-    BadField,
     Count,
     Fields,
     History,
@@ -32,7 +32,6 @@ from cairn.types import KvTransferParams
 TYPING_ERROR = 0.85
 """Similarity from which an unknown field of a message counts as a misspelt one."""
 NO_SOUNDS = "this server reads text and images only"
-CACHED_ANYWAY = "equal prompts share pages anyway"
 NO_FUNCTIONS = "it was replaced by tools and tool_choice"
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -110,12 +109,16 @@ class ToolCall(History, kw_only=True):
     """A call that the assistant made, answered by a tool message with its id."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: FunctionCall
+
+    def __post_init__(self) -> None:
+        History.__post_init__(self)
+        self.type = "function"
 
 
 class AssistantMessage(History, tag_field="role", tag="assistant"):
-    """What the assistant said or called. Content may be null beside tool calls and reasoning.
+    """What the assistant said or called. Content is null where it said nothing.
 
     Attributes:
         reasoning_content, reasoning: what it thought before, under either name; for templates
@@ -131,12 +134,6 @@ class AssistantMessage(History, tag_field="role", tag="assistant"):
     audio: Annotated[Refusable, refused(NO_SOUNDS)] = None
     function_call: Annotated[Refusable, refused("it was replaced by tool_calls")] = None
     annotations: Annotated[Any, no_effect("no template reads them")] = None
-
-    def __post_init__(self) -> None:
-        History.__post_init__(self)
-        others = (self.tool_calls, self.reasoning_content, self.reasoning)
-        if self.content is None and others == (None, None, None):
-            raise BadField("content", "an assistant message needs content or tool_calls")
 
 
 class ToolMessage(History, tag_field="role", tag="tool"):

@@ -32,6 +32,7 @@ IN_RESPONSE_FORMAT = "pass a schema as response_format, an expression as regex o
 OWN_SPACE = "the grammar allows the white space that JSON libraries write"
 ONE_BACKEND = "all grammars are followed by one library"
 NO_BEAMS = "outputs are sampled, without beams"
+CACHED_ANYWAY = "equal prompts share pages anyway"
 ELSEWHERE = "this server keeps nothing and serves every request alike"
 
 

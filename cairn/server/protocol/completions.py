@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.server.protocol.common import ChoiceExtras, PromptScore, SamplingFields, Usage
-from cairn.server.protocol.fields import BadField, Refusable, TokenId, refused
+from cairn.server.protocol.explain import BadField
+from cairn.server.protocol.fields import Refusable, TokenId, refused
 from cairn.types import KvTransferParams
 
 Prompt = Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]

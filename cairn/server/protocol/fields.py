@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from cairn.errors import BadRequest
-from cairn.names import nearest
+from cairn.server.protocol.explain import BadField, explained
 
 MAX_TOKENS = 2**31 - 1
 """Largest count of tokens that a field takes; the engine caps it at the model's context."""
 
+GZIP = b"\x1f\x8b"
 LARGEST_WHOLE = 2**63
 """Floats beyond it are no integers that a field takes."""
-LONGEST_NAME = 64
 
 T = TypeVar("T")
 
@@ -74,19 +73,6 @@ class History(Fields, forbid_unknown_fields=False):
     unknown ones are left out."""
 
 
-class BadField(BadRequest):
-    """A request field that cannot be served.
-
-    Args:
-        param: path of the field in the body, such as `messages[0].content`.
-        message, hint: see CairnError.
-    """
-
-    def __init__(self, param: str | None, message: str, hint: str | None = None) -> None:
-        super().__init__(message, hint)
-        self.param = param
-
-
 def read(body: bytes, kind: type[T]) -> T:
     """A request body as its struct.
 
@@ -100,7 +86,7 @@ def read(body: bytes, kind: type[T]) -> T:
             kind.check_body(body)
         return value
     except msgspec.ValidationError as error:
-        raise _explained(error, kind) from error
+        raise explained(error, kind, _plain(body)) from error
     except RecursionError as error:
         raise BadRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -128,7 +114,19 @@ def _whole(value: Any) -> Any:
     return value
 
 
+def _plain(body: bytes) -> Any:
+    """What a body says, to be shown in an error; nothing where it is not JSON further on."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
 def _unreadable(body: bytes, error: Exception) -> BadRequest:
+    if not body:
+        return BadRequest("the body is empty", "Send a JSON object")
+    if body.startswith(GZIP):
+        return BadRequest("the body is compressed", "Send the header Content-Encoding: gzip")
     try:
         body.decode()
     except UnicodeDecodeError as wrong:
@@ -145,34 +143,3 @@ def _unreadable(body: bytes, error: Exception) -> BadRequest:
 def _refusals(struct: type[Struct]) -> dict[str, tuple[str, Any]]:
     reasons, values = marked(struct, "refused"), marked(struct, "but")
     return {name: (reason, values.get(name)) for name, reason in reasons.items()}
-
-
-def _explained(error: msgspec.ValidationError, kind: type) -> BadRequest:
-    text, _, where = str(error).partition(" - at ")
-    path = re.sub(r"^.*`\$\.?([^`]*)`$", r"\1", where)
-    if isinstance(error.__cause__, BadField):
-        inner = error.__cause__
-        return BadField(_joined(path, inner.param), inner.message, inner.hint)
-    missing = re.fullmatch(r"Object missing required field `(\w+)`", text)
-    if missing is not None:
-        field = _joined(path, missing[1])
-        return BadField(field, f"{field} is missing")
-    unknown = re.search(r"unknown field `(.*)`", text, re.DOTALL)
-    if unknown is None:
-        return BadField(path or None, f"{path}: {text}" if path else text)
-    name = unknown[1]
-    # Finding the nearest known name of a very long key would take seconds.
-    close = nearest(name, _known_fields(kind)) if not path and len(name) <= LONGEST_NAME else None
-    return BadField(
-        _joined(path, name),
-        f"{_joined(path, name)} is not a field of this request",
-        f"Did you mean {close!r}?" if close else None,
-    )
-
-
-def _joined(path: str, name: str | None) -> str:
-    return ".".join(part for part in (path, name) if part)
-
-
-def _known_fields(kind: type) -> list[str]:
-    return [field.encode_name for field in msgspec.structs.fields(kind)]

@@ -6,19 +6,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from cairn.server.protocol.common import ELSEWHERE, Share, StopText
-from cairn.server.protocol.fields import (
-    BadField,
-    Count,
-    Fields,
-    History,
-    no_effect,
-    refused,
-)
+from cairn.server.protocol.chat import FunctionName
+from cairn.server.protocol.common import CACHED_ANYWAY, ELSEWHERE, Share, StopText, Text
+from cairn.server.protocol.fields import Count, Fields, History, Refusable, no_effect, refused
 
-SHARED = "equal prompts share pages anyway"
 NO_SERVER_TOOLS = "this server runs no tools: describe yours with an input_schema"
-Cache = Annotated[dict[str, Any] | None, no_effect(SHARED)]
+Cache = Annotated[dict[str, Any] | None, no_effect(CACHED_ANYWAY)]
 
 
 class TextBlock(History, tag_field="type", tag="text"):
@@ -39,31 +32,33 @@ class SystemBlock(History):
     citations: Annotated[Any, no_effect("no template reads them")] = None
 
 
-class ImageSource(History):
-    """Where an image is: base64 of a file, or a URL that the server allows."""
+class Base64Source(History, tag_field="type", tag="base64"):
+    """An image file, encoded in base64."""
 
-    type: Literal["base64", "url"]
+    data: str
     media_type: str | None = None
-    data: str | None = None
-    url: str | None = None
-
-    def __post_init__(self) -> None:
-        History.__post_init__(self)
-        name = "url" if self.type == "url" else "data"
-        if getattr(self, name) is None:
-            raise BadField(name, f"an image of type {self.type!r} needs {name}")
 
     @property
     def as_url(self) -> str:
-        """A URL of it."""
-        data = f"data:{self.media_type or 'image/png'};base64,{self.data}"
-        return data if self.url is None else self.url
+        """A data URL of it."""
+        return f"data:{self.media_type or 'image/png'};base64,{self.data}"
+
+
+class UrlSource(History, tag_field="type", tag="url"):
+    """An image at a URL that the server allows."""
+
+    url: str
+
+    @property
+    def as_url(self) -> str:
+        """The URL."""
+        return self.url
 
 
 class ImageBlock(History, tag_field="type", tag="image"):
     """An image, for models that see."""
 
-    source: ImageSource
+    source: Base64Source | UrlSource
     cache_control: Cache = None
 
 
@@ -98,35 +93,85 @@ class HiddenThinkingBlock(History, tag_field="type", tag="redacted_thinking"):
     data: Annotated[str, no_effect("templates read the answer")]
 
 
-Block = (
-    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | HiddenThinkingBlock
-)
+class SystemTurn(History, tag_field="role", tag="system"):
+    """What the assistant is told by whoever runs it."""
+
+    content: str | list[TextBlock]
 
 
-class TurnMessage(History):
-    """A turn of the conversation."""
+class UserTurn(History, tag_field="role", tag="user"):
+    """What the user says, and what tools answered."""
 
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[TextBlock | ImageBlock | ToolResultBlock]
+
+
+class AssistantTurn(History, tag_field="role", tag="assistant"):
+    """What the assistant said, thought and called."""
+
+    content: str | list[TextBlock | ImageBlock | ToolUseBlock | ThinkingBlock | HiddenThinkingBlock]
+
+
+Turn = SystemTurn | UserTurn | AssistantTurn
 
 
 class AnthropicTool(Fields):
     """A tool that the model may call; its input is described by a JSON schema."""
 
-    name: str
+    name: FunctionName
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
     type: Annotated[Any, refused(NO_SERVER_TOOLS, "custom")] = None
     cache_control: Cache = None
+    input_examples: Annotated[Any, no_effect("no template reads them")] = None
+    eager_input_streaming: Annotated[Any, no_effect("input is streamed while it is written")] = None
+    allowed_callers: Annotated[Any, no_effect("the model alone calls tools")] = None
+    defer_loading: Annotated[Refusable, refused("all tools are shown to the model", False)] = None
 
 
-class AnthropicChoice(Fields):
-    """Which tools are to be called: "any" one, the named "tool", "none", or as the model likes."""
+class _Choice(Fields):
+    """What all choices of tools share."""
 
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+
+class AutoChoice(_Choice, tag_field="type", tag="auto"):
+    """The model calls tools as it likes."""
+
+
+class AnyChoice(_Choice, tag_field="type", tag="any"):
+    """The model calls some tool."""
+
+
+class ToolChoice(_Choice, tag_field="type", tag="tool", kw_only=True):
+    """The model calls the tool of this name."""
+
+    name: str
+
+
+class NoChoice(_Choice, tag_field="type", tag="none"):
+    """The model calls no tool."""
+
+
+AnthropicChoice = AutoChoice | AnyChoice | ToolChoice | NoChoice
+
+
+class SchemaOutput(Fields, tag_field="type", tag="json_schema"):
+    """JSON that follows a schema."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfig(Fields):
+    """What the answer is like.
+
+    Attributes:
+        effort: ChatRequest.reasoning_effort.
+        format: the form of the text.
+    """
+
+    effort: Text | None = None
+    format: SchemaOutput | None = None
 
 
 class Thinking(Fields):
@@ -141,12 +186,16 @@ class Thinking(Fields):
 class CountRequest(Fields):
     """Body of /v1/messages/count_tokens; see MessagesRequest."""
 
-    messages: Annotated[list[TurnMessage], Meta(min_length=1)]
+    messages: Annotated[list[Turn], Meta(min_length=1)]
     model: str | None = None
     system: str | list[SystemBlock] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Cache = None
+    context_management: Annotated[Any, no_effect("the whole conversation is read")] = None
+    mcp_servers: Annotated[Refusable, refused("the server calls no tools itself", [])] = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -157,6 +206,7 @@ class MessagesRequest(CountRequest, kw_only=True):
         max_tokens: at most this many tokens are generated.
         system: what the assistant is told first.
         tools, tool_choice: functions that the model may call.
+        output_config: effort, and a JSON schema of the answer.
         stop_sequences: strings that end the output.
         temperature, top_p, top_k: as in ChatRequest.
         stream: send the answer piece by piece, as server-sent events.
@@ -170,6 +220,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     stream: bool | None = None
     metadata: Annotated[dict[str, Any] | None, no_effect(ELSEWHERE)] = None
     service_tier: Annotated[str | None, no_effect(ELSEWHERE)] = None
+    inference_geo: Annotated[str | None, no_effect(ELSEWHERE)] = None
+    container: Annotated[Refusable, refused("the server runs no code")] = None
 
 
 class MadeText(Struct, frozen=True, tag_field="type", tag="text"):

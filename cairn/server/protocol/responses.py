@@ -7,9 +7,17 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from cairn.server.protocol.chat import FunctionName
-from cairn.server.protocol.common import ELSEWHERE, Temperature
+from cairn.server.protocol.common import (
+    CACHED_ANYWAY,
+    ELSEWHERE,
+    JsonObjectFormat,
+    JsonSchema,
+    Temperature,
+    Text,
+    TextFormat,
+)
+from cairn.server.protocol.explain import BadField
 from cairn.server.protocol.fields import (
-    BadField,
     Count,
     Fields,
     History,
@@ -100,17 +108,21 @@ class FlatChoice(Fields):
     name: FunctionName
 
 
+class FlatSchemaFormat(JsonSchema, tag_field="type", tag="json_schema"):
+    """JSON that follows a schema."""
+
+
 class TextOptions(Fields):
     """What the text looks like."""
 
-    format: dict[str, Any] | None = None
+    format: TextFormat | JsonObjectFormat | FlatSchemaFormat | None = None
     verbosity: Annotated[str | None, no_effect("no template has such a control")] = None
 
 
 class ReasoningOptions(Fields):
     """Reasoning effort; see ChatRequest.reasoning_effort."""
 
-    effort: str | None = None
+    effort: Text | None = None
     summary: Annotated[str | None, no_effect("thoughts are told as they are")] = None
     generate_summary: Annotated[str | None, no_effect("thoughts are told as they are")] = None
 
@@ -152,7 +164,13 @@ class ResponsesRequest(Fields, kw_only=True):
     user: Annotated[str | None, no_effect(ELSEWHERE)] = None
     service_tier: Annotated[str | None, no_effect(ELSEWHERE)] = None
     safety_identifier: Annotated[str | None, no_effect(ELSEWHERE)] = None
-    prompt_cache_key: Annotated[str | None, no_effect("equal prompts share pages anyway")] = None
+    prompt_cache_key: Annotated[str | None, no_effect(CACHED_ANYWAY)] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, no_effect(CACHED_ANYWAY)] = None
+    context_management: Annotated[Any, no_effect("the whole conversation is read")] = None
+    top_logprobs: Annotated[
+        Refusable, refused("log-probabilities come from /v1/chat/completions", 0)
+    ] = None
+    moderation: Annotated[Refusable, refused("the server moderates nothing")] = None
     prompt_cache_retention: Annotated[
         str | None, no_effect("pages are kept as long as there is room")
     ] = None

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.server.protocol.chat import Messages, Tools, check_message_names
-from cairn.server.protocol.fields import BadField, Fields, TokenId
+from cairn.server.protocol.explain import BadField
+from cairn.server.protocol.fields import Fields, TokenId
 
 CHAT_ONLY = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
