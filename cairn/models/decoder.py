@@ -140,7 +140,6 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `forward` gave of n tokens -> float32 logits [n, V] over the user vocabulary."""
-        # Not of the draft layer: whatever its hidden states, all ranks guess from equal logits.
         self.head.group.expect_equal("hidden states behind the last layer", hidden)
         return self.head.logits(joined(hidden, self.join), self.norm)
 
@@ -168,6 +167,7 @@ class Decoder(nn.Module):
     def guess_logits(self, guessed: Tensor) -> Tensor:
         """What `guess` gave [n, width] -> float32 logits [n, V] of the tokens behind."""
         assert self.draft is not None
+        self.head.group.expect_equal("hidden states behind the draft layer", guessed)
         return self.head.logits(joined(guessed, self.draft.streams_head), self.draft.norm)
 
     def next_states(self, guessed: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -143,3 +144,50 @@ def test_what_is_kept_follows_all_files_of_loops(tmp_path, monkeypatch) -> None:
         before = cpu._sources.__wrapped__()
         (tmp_path / name).write_text("a = 22")
         assert cpu._sources.__wrapped__() != before
+
+
+NORMS = """
+import zlib
+import numpy as np
+from cairn.ops.cpu import jit, prange
+
+@jit
+def norm(x, weight, row):
+    square = np.float32(0)
+    for i in range(len(x)):
+        row[i] = x[i]
+        square += row[i] * row[i]
+    factor = np.float32(1) / np.sqrt(square)
+    for i in range(len(x)):
+        row[i] = row[i] * factor * weight[i]
+
+@jit(threads=True)
+def norms(x, weight, out):
+    for n in prange(len(x)):
+        row = np.empty(x.shape[1], np.float32)
+        norm(x[n], weight, row)
+        for i in range(len(row)):
+            out[n, i] = row[i]
+
+def run():
+    given = np.random.default_rng(0).standard_normal((50, 100), np.float32)
+    out = np.empty_like(given)
+    norms(given, given[0], out)
+    return zlib.crc32(out)
+
+if __name__ == "__main__":
+    print(run(), len(norms.stats.cache_hits))
+"""
+
+
+def test_loops_from_disk_give_the_same_numbers_as_where_they_were_compiled(
+    tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "some_norms.py").write_text(NORMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    compiled = importlib.import_module("some_norms").run()
+    command = [sys.executable, "-m", "some_norms"]
+    again = subprocess.run(
+        command, check=True, timeout=120, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert again.stdout.split() == [str(compiled), "1"]

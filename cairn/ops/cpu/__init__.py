@@ -86,6 +86,7 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
     if not threads:
         return _InnerLoop(_module.njit(function, **options, no_cpython_wrapper=True))
     compiled = _module.njit(function, **options, nogil=True, parallel=PARALLEL)
+    compiled.compile = functools.partial(_compile, compiled.compile)
     # Without a writable cache folder, each process compiles for itself.
     with contextlib.suppress(RuntimeError, AttributeError):
         compiled.enable_caching()
@@ -93,6 +94,41 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
         # of other files, so stamp it with all sources.
         compiled._cache._cache_file._source_stamp = _sources()
     return compiled
+
+
+def _compile(compile_for: Callable[..., Any], signature: Any) -> Any:
+    """What Numba does at the first call with arguments of a kind, with private copies."""
+    codegen = importlib.import_module("numba.core.registry").cpu_target.target_context.codegen()
+    with importlib.import_module("numba.core.compiler_lock").global_compiler_lock:
+        library = codegen._library_class
+        codegen._library_class = _private_copies(library)
+        try:
+            return compile_for(signature)
+        finally:
+            codegen._library_class = library
+
+
+@functools.cache
+def _private_copies(library: Any) -> Any:
+    """A kind of Numba's code libraries that gives the same numbers in every process.
+
+    A loop contains copies of the functions that it calls, optimised together with it, which changes
+    the order of sums. Numba makes them weak symbols, and a process uses the first definition that
+    it loads: the function by itself where the loop is compiled, another loop's copy where loops
+    come from disk. Of internal symbols a loop uses its own.
+    """
+
+    class Library(library):  # type: ignore[misc]  # found at run time
+        def _optimize_final_module(self) -> None:
+            module = self._final_module
+            linked = (other._get_module_for_linking() for other in self._linking_libraries)
+            copied = {function.name for other in linked for function in other.functions}
+            for function in module.functions:
+                if function.name in copied and not function.is_declaration:
+                    function.linkage = "internal"
+            super()._optimize_final_module()
+
+    return Library
 
 
 class _InnerLoop:
