@@ -1,6 +1,6 @@
 """Attention over the paged cache.
 
-What sgl-kernel has of this in its module `attention` is in `cairn.ops.attention` too.
+The functions of sgl-kernel's module `attention` are importable from `cairn.ops.attention` too.
 """
 
 from cairn.ops.attention.cutlass_mla_decode import cutlass_mla_decode

@@ -37,7 +37,8 @@ def _(draw: Draw) -> Points:
 
 
 def _sdpa(q: Tensor, keys: Tensor) -> Tensor:
-    """The same over rows that lie in order, without paging: [B, 1, length, latent + rope]."""
+    """Baseline by torch's scaled_dot_product_attention on contiguous keys, without paging: [B, 1,
+    length, latent + rope]."""
     shared = torch.nn.functional.scaled_dot_product_attention(
         q.unsqueeze(1), keys, keys[..., :LATENT], scale=0.1
     )

@@ -33,24 +33,26 @@ def cutlass_mla_decode(
     sm_scale: float,
     num_kv_splits: int = 1,
 ) -> Tensor:
-    """One query token a sequence; every head reads the same keys, whose head is the value.
+    """Latent attention of one query token per sequence; all heads share the keys, whose first
+    `latent` columns are the values.
 
     out = softmax([q_nope | q_pe] . row * sm_scale) row[:latent] over the first seq_lens[b] rows of
     a sequence, in float32. A sequence of length 0 gives zeros.
 
     Args:
         q_nope: [B, H, latent] float32, bfloat16 or float16, H <= 128; last dim contiguous.
-        q_pe: [B, H, rope], the same.
-        kv_c_and_k_pe_cache: [pages, P, latent + rope], the same; any P.
+        q_pe: [B, H, rope], of the same dtype.
+        kv_c_and_k_pe_cache: [pages, P, latent + rope], of the same dtype; any P.
         seq_lens: [B] int32 or int64.
         page_table: [B, n] int32, n * P >= every length.
         workspace: ignored.
-        sm_scale: of the dot products.
-        num_kv_splits: no effect; splits follow from the shapes.
+        sm_scale: softmax scale.
+        num_kv_splits: ignored; the number of splits depends on the shapes.
     Returns:
         [B, H, latent], q_nope's dtype.
     Raises:
-        BadArgument: shapes, dtypes, devices, strides or (on a CPU) numbers that do not fit.
+        BadArgument: for another shape, dtype, device or stride, or (on a CPU) lengths or pages out
+            of range.
     """
     out = torch.zeros(q_nope.shape, dtype=q_nope.dtype, device=q_nope.device)
     size, latent = kv_c_and_k_pe_cache.shape[1], q_nope.shape[2]
@@ -151,8 +153,8 @@ def _(call: Call) -> Tensor:
 
 
 def _parts_of(out: Tensor, splits: int) -> tuple[Tensor, Tensor]:
-    """Memory for the states of so many splits: o [B, H, splits, latent], `out` itself for one, and
-    lse [B, H, splits] float32."""
+    """Memory for the partial states of `splits` splits: o [B, H, splits, latent] (`out` itself for
+    one split) and lse [B, H, splits] float32."""
     batch, heads, latent = out.shape
     part_lse = gpu.empty((batch, heads, splits), torch.float32, out.device)
     if splits == 1:
@@ -221,13 +223,13 @@ def _(call: Call) -> Tensor:
 
 
 _BLOCK = 64
-"""Slots of a block and heads of a program that works in groups of warps."""
+"""Slots per block, and heads per program, of the warp-group kernel."""
 _WIDE_BYTES = 222 << 10
-"""Memory of a program of 64 heads with two blocks of 64 slots on their way."""
+"""Shared memory of a program of 64 heads with two blocks of 64 slots in flight."""
 _PROGRAMS = 264
 """Programs that fill a large device twice: each holds most of a multiprocessor's memory."""
 _LEAST_BLOCKS = 4
-"""Blocks of keys for which a split of their own pays."""
+"""Fewest blocks of keys per split."""
 
 
 cutlass_mla_decode.tolerance(

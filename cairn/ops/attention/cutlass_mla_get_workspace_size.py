@@ -1,4 +1,4 @@
-"""Scratch memory of `cutlass_mla_decode`, asked for on the host."""
+"""Workspace size of `cutlass_mla_decode`, computed on the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from cairn.ops.checks import refuse
 def cutlass_mla_get_workspace_size(
     max_seq_len: int, num_batches: int, sm_count: int = 0, num_kv_splits: int = 1
 ) -> int:
-    """Bytes of workspace that `cutlass_mla_decode` takes: 1, as it takes its scratch from torch.
+    """Bytes of workspace for `cutlass_mla_decode`: always 1, because it allocates its workspace
+    through torch.
 
     Args:
-        max_seq_len, num_batches: of the calls to come, >= 0.
-        sm_count: multiprocessors, 0: the device's. No effect.
+        max_seq_len, num_batches: sizes of later calls, >= 0.
+        sm_count: ignored.
         num_kv_splits: ignored.
     Raises:
         BadArgument: a negative length or count.

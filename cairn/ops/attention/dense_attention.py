@@ -29,7 +29,7 @@ def dense_attention(
     stretches: list[int] | None = None,
     chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every token over slots 0 .. slot of its row, block of keys by block of keys.
+    """Causal attention of every token over slots 0 .. slot of its row.
 
     Args:
         q: [T, h_q, d].
@@ -37,10 +37,10 @@ def dense_attention(
             h // (h_q // h_kv).
         row, slot: [T] int64. Slots 0 .. slot of the row are written.
         page_table: [rows, max_pages] int32, logical to physical page.
-        scale: of the dot products; None: d ** -0.5.
-        mask_landmarks: the last slot of every page is no key.
-        stretches: what the host knows of the tokens: row, first slot and number of those that are
-            consecutive slots of a row, from the first token to the last. None: nothing.
+        scale: softmax scale; None: d ** -0.5.
+        mask_landmarks: the last slot of every page is masked.
+        stretches: runs of tokens known on the host: (row, first slot, number) of tokens in
+            consecutive slots of a row, in order, covering all tokens. None: unknown.
         chunked: as in `window_attention`.
     Returns:
         (o [T, h_q, d] in q's dtype, lse [T, h_q] float32); a token without a visible key has o = 0

@@ -2,10 +2,10 @@
 
 Query rows of a tile are (token, head of the group) pairs of one KV head: row m is token m // GP,
 head m % GP, with the group size G padded to the power of two GP. Products of float32 operands are
-IEEE; the weights of a softmax are rounded to the values' dtype before they meet the values.
+IEEE; softmax weights are rounded to the values' dtype before the product with the values.
 
-A head's width is padded to the power of two DP. Where nothing is padded no column is masked: a
-mask, or an index that is not plainly ascending, would cost the wide loads.
+A head's width is padded to the power of two DP. Without padding no column is masked: a mask, or a
+non-contiguous index, would prevent vectorised loads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cairn.ops.pdl import ask_for, await_previous
 
 @triton.jit
 def first_visible(slot, window, SIZE: tl.constexpr, ALIGNED: tl.constexpr):
-    """First slot that a token at `slot` sees; a window of 0 is no window."""
+    """First slot visible to a token at `slot`; window 0: no window."""
     first = tl.maximum(slot - window + 1, 0)
     if ALIGNED:
         first = first // SIZE * SIZE
@@ -60,7 +60,7 @@ def load_keys(
     """[DP, N] keys of the slots `inner` of pages, which begin at head + line.
 
     Args:
-        DTYPE: what those of a quantized cache become; others stay as they are.
+        DTYPE: dtype that keys of a quantised cache are converted to; others are not converted.
     """
     if head.dtype.element_ty == tl.int8:
         key = tl.trans(load_values(head, line, inner, alive, DTYPE, DIM, SIZE, DP, ONCE))
@@ -93,7 +93,7 @@ def store_rows(at, value, alive, DIM: tl.constexpr, DP: tl.constexpr, ONCE: tl.c
     """Write value [M, DP] to the rows that start at the addresses `at` [M].
 
     Args:
-        ONCE: they are read once, and not soon: they are the first to leave the cache.
+        ONCE: the rows are read once, much later: evict first.
     """
     d = tl.arange(0, DP)
     shown = alive[:, None]
@@ -112,8 +112,8 @@ def block_lines(
     cache, table, start, high, page_stride,
     DIM: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """[KEYS] int64, where slots start .. of a row lie in a head of the cache; anywhere behind slot
-    `high`. start % KEYS = 0."""
+    """[KEYS] int64, offsets in a head of the cache of slots start .. of a row; arbitrary beyond
+    slot `high`. start % KEYS = 0."""
     t = start + tl.arange(0, KEYS)
     if SIZE % KEYS == 0:
         page = tl.load(table + start // SIZE).to(tl.int64)
@@ -144,13 +144,14 @@ def attend_block(
     DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`add_values` of KEYS slots from `start` on, which lie at `line` [KEYS].
+    """`add_values` for KEYS slots from `start` on, whose offsets are `line` [KEYS].
 
     Args:
         query: [M, DP].
-        k_head, v_head: where the head lies in page 0.
-        low, high: slots outside are not written, or nobody's.
-        first, last, mine: [M] first and last slot of every row, and whether it takes part.
+        k_head, v_head: addresses of the head in page 0.
+        low, high: slots outside of this range are not loaded.
+        first, last, mine: [M], first and last visible slot of every tile row, and mask of the rows
+            that take part.
         factor: scale of the dot products, times log2(e).
         EDGE: some slots are outside low .. high, or not visible to every row.
     """
@@ -180,8 +181,8 @@ def attend_blocks(
     DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     EDGE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`attend_block` of slots begin .. end - 1, begin a multiple of KEYS, through the page table of
-    their row."""
+    """`attend_block` for slots begin .. end - 1 (begin a multiple of KEYS), through the row's page
+    table."""
     for start in range(begin, end, KEYS):
         line = block_lines(k_head, table, start, high, page_stride, DIM, SIZE, KEYS)
         best, total, acc = attend_block(
@@ -195,11 +196,12 @@ def attend_blocks(
 def block_of(
     blocks, start, line, page_lines, column, table, SIZE: tl.constexpr, PAGED: tl.constexpr
 ):
-    """Slots start .. of a head, a block of a table of lines (`lines.py`).
+    """Load slots start .. of a head as a block of a TMA table (`tma.py`).
 
     Args:
-        line, column: where the head's slot 0 of page 0 is; page_lines: lines from page to page.
-        PAGED: slots lie where the page table says, whole blocks in a page of SIZE slots.
+        line, column: position in the table of the head's slot 0 of page 0. page_lines: table lines
+            from page to page.
+        PAGED: through the page table, with whole blocks in pages of SIZE slots.
     """
     if PAGED:
         line += tl.load(table + start // SIZE) * page_lines + start % SIZE
@@ -214,12 +216,12 @@ def attend_pairs(
     table, begin, end, factor,
     SIZE: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`attend_blocks` of slots that every row sees, two blocks at a time; factor > 0.
+    """`attend_blocks` for slots visible to every row, two blocks at a time; factor > 0.
 
-    The products of one block run beside the softmax of the other.
+    The products of one block overlap with the softmax of the other.
 
     Args:
-        keys, values: tables of lines, as in `block_of`.
+        keys, values: TMA tables, as in `block_of`.
         begin, end: multiples of KEYS; end - begin is one of 2 KEYS.
     """
     for start in range(begin, end, 2 * KEYS):
@@ -257,7 +259,7 @@ def finish(best, total, acc):
 
 @triton.jit
 def own_share(start, end, KEYS: tl.constexpr, LEAST: tl.constexpr):
-    """The keys of [start, end) that this program's split reads, a multiple of KEYS and at least
+    """The part of the keys [start, end) for this program's split: a multiple of KEYS and at least
     LEAST blocks; all of them with LEAST = 0. The split is the program's third index."""
     if LEAST:
         each = tl.cdiv(tl.cdiv(end - start, KEYS), tl.num_programs(2))
@@ -292,13 +294,13 @@ def attend_row(
     DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """(best, total, acc), as in `add_values`, of the rows of a tile that are of one sequence, over
-    slots `first` .. `own_slot` [M] of it; and whether there are any for this program's split.
+    """(best, total, acc), as in `add_values`, of the tile rows of one sequence over its slots
+    `first` .. `own_slot` [M]; and whether this program's split has any.
 
     Args:
         query: [M, DP]; table: of the sequence's pages.
-        alive, mine: [M], rows that are anybody's, and those of the sequence.
-        keys, values: as in `tile_kernel`; kv and what follows it are looked at with them alone.
+        alive, mine: [M], masks of the rows that are not padding, and of those of the sequence.
+        keys, values: as in `tile_kernel`; kv and the parameters after it are only used with them.
         LEAST: as in `tile_kernel`.
     """
     # Each sequence accumulates separately: in a shared sum, weight 0 times another sequence's NaN
@@ -354,13 +356,14 @@ def tile_kernel(
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens and one KV head; the tokens of each row in turn, in any order.
+    """Attention of a tile of tokens and one KV head; sequences in the tile are processed one after
+    the other, in any order.
 
     Args:
-        o, lse: with LEAST [T, HEADS, splits, DIM] and [T, HEADS, splits] float32; of a split
-            without a key nothing is written but its lse.
-        keys, values: the caches as tables of lines, with page_lines, head_lines and head_column of
-            `lines.Lines`, for blocks that all see; or None.
+        o, lse: with LEAST [T, HEADS, splits, DIM] and [T, HEADS, splits] float32; for a split
+            without a key only lse is written.
+        keys, values: TMA tables of the caches, with page_lines, head_lines and head_column of
+            `tma.Lines`, for blocks visible to all rows; or None.
     """
     kv = tl.program_id(0)
     place, alive, own_row, own_slot = tile_rows(row, slot, tokens, HEADS, KV_HEADS, TOKENS, GP)
@@ -402,14 +405,14 @@ def attend_split(
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, ALIGNED: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token, one KV head and one of the splits of its keys.
+    """Attention of one token and KV head over one split of its keys (split-KV).
 
     o: [T, HEADS, parts, DIM] and lse: [T, HEADS, parts] float32; splits <= parts.
 
     Args:
-        SINGLE: there are as many splits as blocks of KEYS slots: each has one at most.
-        PDL: as in `await_previous`; row, slot and page_table are read before, and the keys of a
-            SINGLE block are asked for.
+        SINGLE: each split has at most one block of KEYS slots.
+        PDL: as in `await_previous`; row, slot and page_table are read before the wait, and the keys
+            of a SINGLE block are prefetched.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, GP)

@@ -1,4 +1,4 @@
-"""The kernel of MLA's decode attention: every head reads the same lines of the cache."""
+"""The kernel of MLA's decode attention: all heads share the rows of the cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def latent_split_kernel(
     LP: tl.constexpr, RP: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A row's query heads over one of the splits of its slots, which hold [LATENT | ROPE] numbers:
-    the key of every head, the first LATENT of them the value.
+    """Attention of a row's query heads over one split of its slots. A slot holds [LATENT | ROPE]
+    elements: the key of every head; the first LATENT are the value.
 
     o: [B, HEADS, splits, LATENT]; lse: [B, HEADS, splits] float32.
 
     Args:
-        values, keys: the cache's two parts as tables of lines, as in `block_of`, for whole blocks;
-            or None.
+        values, keys: TMA tables of the cache's two parts, as in `block_of`, for whole blocks; or
+            None.
     """
     split = tl.program_id(0)
     splits = tl.num_programs(0)

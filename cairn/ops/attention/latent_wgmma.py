@@ -122,11 +122,11 @@ def meet(met):
 def logits_of(
     rope, query, cached, cached_rope, full, phase, inside, factor, zero, WHICH: gl.constexpr
 ):
-    """Logits [heads, slots] to base 2 with a block of the pair, once it is there.
+    """Wait for a block of the pair and compute its logits [heads, slots] in base 2.
 
     Args:
         rope: the query's last columns, in registers.
-        inside: slots of the block that the row has; others are cleared.
+        inside: mask of the block's slots that the row has; others are masked.
         zero: an `unknown_zero`.
     """
     LOGITS: gl.constexpr = rope.type.layout.parent
@@ -144,7 +144,8 @@ def logits_of(
     logits = multiply(query.index(WHICH + zero), own.permute((1, 0)), logits)
     hopper.mbarrier.wait(full.index(2 * WHICH + 1), phase)
     logits = multiply(query.index(1 - WHICH + zero), rest.permute((1, 0)), logits)
-    # Last: a large logit that these few products make is not rounded again by the many others.
+    # Added last, so that the many products before do not round a large contribution of these few
+    # again.
     logits = multiply(rope, key.permute((1, 0)), logits)
     logits = hopper.warpgroup_mma_wait(0, deps=[logits]) * factor
     if inside < SLOTS:
@@ -289,7 +290,7 @@ def second_group(
         logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 1)
         higher, changed = taken_over(exchange, phase, 0, ROWS)
         acc, total = raised(acc, total, base, higher, changed)
-        # The other group's weights first: its block is then done with.
+        # Use the other group's weights first, which frees its block.
         acc = multiply(weights.index(zero), cached.index(1 + zero), acc)
         base, changed = risen(higher, logits, RISE)
         weight, summand = rounded(gl.exp2(logits - base_of(base)[:, None]), cached)

@@ -1,5 +1,5 @@
-"""How dense and window attention are launched: by the number of tokens, and by the lengths of rows
-only where the host says them."""
+"""Launch of dense and window attention, which depends on the number of tokens, and on the lengths
+of rows only if the host passes them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from cairn.ops.cache import quantized
 from cairn.ops.pdl import pdl_option
 
 SPLIT_TOKENS = 640
-"""At most this many tokens run one program each (and KV head, and split of the keys): the rows of a
-step that only decodes, with their landmarks."""
+"""Up to this many tokens are run by one program per token, KV head and split: the rows of a decode
+step, with their landmarks."""
 CHUNK_TOKENS = 256
-"""Of chunks at most so many."""
+"""The same for tokens of prefill chunks."""
 CHUNK_LINES = 512
-"""Tokens of chunks, times KV heads, that make tiles at least. Measured on an H100: with 16 heads
+"""Fewest tokens of prefill chunks, times KV heads, for tiles. Measured on an H100: with 16 heads
 that share 2 tiles are faster from 128 to 256 tokens on, with 32 that share none from 8 to 16 on."""
 LANDMARK_LINES = 256
-"""The same where pages are selected too. With 16 heads that share 2, whole steps of 128 to 224
+"""The same for layers that select pages. With 16 heads that share 2, whole steps of 128 to 224
 slots without a past take 4 to 20% less in tiles, behind 8K to 32K about as long."""
 DENSE_LINES = 128
-"""The same where all keys are seen, and programs share them as the host knows the rows' lengths:
-with 2 heads and behind 8K, 64 tokens are three times as fast in tiles, 16 as fast."""
+"""The same for dense attention with lengths known on the host, where keys of tiles are split: with
+2 heads and behind 8K, 64 tokens are three times as fast in tiles, 16 as fast."""
 
 
 def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Shapes that the kernels take: plain layouts and heads of 16 to 256 elements."""
+    """Whether the kernels support these tensors: plain layouts, and heads of 16 to 256 elements."""
     heads, kv_heads, dim = q.shape[1], k_cache.shape[1], q.shape[2]
     return (
         q.is_contiguous()
@@ -49,7 +49,7 @@ def accepts(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def in_tiles(q: Tensor, kv_heads: int, chunked: bool, lines: int = CHUNK_LINES) -> bool:
-    """Whether tiles of consecutive tokens take the queries; else one program takes each."""
+    """Whether queries run in tiles of consecutive tokens; otherwise one program per token."""
     tokens = q.shape[0]
     if chunked:
         return tokens > CHUNK_TOKENS or tokens * kv_heads >= lines
@@ -59,7 +59,7 @@ def in_tiles(q: Tensor, kv_heads: int, chunked: bool, lines: int = CHUNK_LINES) 
 def dense_in_tiles(
     q: Tensor, kv_heads: int, chunked: bool, stretches: Sequence[int] | None
 ) -> bool:
-    """`in_tiles` where all keys are seen; stretches: as in `dense_attention`."""
+    """`in_tiles` for dense attention; stretches: as in `dense_attention`."""
     return in_tiles(q, kv_heads, chunked, CHUNK_LINES if stretches is None else DENSE_LINES)
 
 
@@ -69,10 +69,10 @@ class Task:
 
     Attributes:
         q, k_cache, v_cache, row, slot, page_table: as in the ops.
-        window: slots seen; 0: all.
-        scale: of the dot products; None: d ** -0.5.
-        aligned: the window starts at a page.
-        mask_landmarks: the last slot of a page is no key.
+        window: visible slots; 0: all.
+        scale: softmax scale; None: d ** -0.5.
+        aligned: whether the window starts at a page border.
+        mask_landmarks: whether the last slot of every page is masked.
         stretches: as in `dense_attention`.
     """
 
@@ -90,27 +90,27 @@ class Task:
 
     @property
     def width(self) -> int:
-        """Columns of a tile."""
+        """Width of a tile."""
         return max(16, gpu.next_power_of_2(self.q.shape[2]))
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head, padded."""
+        """Query heads per KV head, padded."""
         return gpu.next_power_of_2(self.q.shape[1] // self.k_cache.shape[1])
 
     @property
     def keys(self) -> int:
-        """Keys of a tile."""
+        """Keys per tile."""
         return 64 if self.width <= 128 else 32
 
     @property
     def stages(self) -> int:
-        """Of the loop of a program of `split_kernel`."""
+        """num_stages of the loop of `split_kernel`."""
         return TUNING.stages if self.q.dtype != torch.float32 and self.width <= 128 else 2
 
     @property
     def wave(self) -> int:
-        """Programs of `split_kernel` over all keys that a large device is given at once."""
+        """Programs of `split_kernel` per wave on a large device."""
         # Pipeline stages of a quantized cache hold fewer bytes.
         if self.stages < TUNING.stages or self.k_cache.dtype != self.q.dtype:
             return TUNING.light_wave if self.width <= 64 else TUNING.wide_light_wave
@@ -118,25 +118,25 @@ class Task:
 
     @property
     def longest(self) -> int:
-        """Most slots that a token can see."""
+        """Most slots visible to a token."""
         size = self.k_cache.shape[2]
         most = self.page_table.shape[1] * size
         return min(self.window + size, most) if self.window else most
 
     @property
     def blocks(self) -> int:
-        """Blocks of keys that the slots of a token lie in at most."""
+        """Most blocks of keys of a token."""
         return -(-self.longest // self.keys) + 1
 
     @property
     def known_blocks(self) -> int:
-        """Blocks of keys of the longest row that the host says runs."""
+        """Blocks of keys of the longest row, if the host knows it."""
         assert self.stretches is not None
         known = zip(self.stretches[1::3], self.stretches[2::3], strict=True)
         return max(-(-(first + count) // self.keys) for first, count in known)
 
     def empty(self, *splits: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """o [T, h_q, *splits, d] of a dtype and lse [T, h_q, *splits] float32, not yet written."""
+        """Uninitialised o [T, h_q, *splits, d] of `dtype` and lse [T, h_q, *splits] float32."""
         tokens, heads, dim = self.q.shape
         shape = (tokens, heads, *splits)
         o = gpu.empty((*shape, dim), dtype, self.q.device)
@@ -144,14 +144,14 @@ class Task:
 
     @property
     def pairs(self) -> float:
-        """Pairs of a token and a slot that it sees, about."""
+        """Approximate number of (token, visible slot) pairs."""
         if self.stretches is None:
             return self.q.shape[0] ** 2 / 2
         known = zip(self.stretches[1::3], self.stretches[2::3], strict=True)
         return sum(count * (first + count / 2) for first, count in known)
 
     def lines(self) -> tuple[Lines, Lines]:
-        """The caches as tables of lines, where tiles can take their keys so."""
+        """TMA tables of the caches, if tiles can load keys through them."""
         factor = 1.0 if self.scale is None else self.scale
         plain = not self.window and not self.mask_landmarks and factor > 0
         fitting = self.width <= 128 and self.k_cache.shape[2] % self.keys == 0
@@ -163,7 +163,7 @@ class Task:
         return lines_of(*caches, self.keys, flops)
 
     def arguments(self) -> dict[str, Any]:
-        """What all kernels of a task take, by the names of their parameters."""
+        """Keyword arguments shared by the kernels of a task."""
         (_, heads, dim), (_, kv_heads, size, _) = self.q.shape, self.k_cache.shape
         return {
             "q": self.q,
@@ -222,8 +222,8 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 
 def _tile_splits(task: Task, programs: int) -> int:
-    """Splits of the keys of so many tiles, few of which leave most of a device idle; 1 where the
-    host does not say how long rows are, for they may be short, and what is split is merged."""
+    """Splits of the keys (split-KV) for `programs` tiles, so that few tiles fill the device; 1 if
+    the host does not know the lengths, because rows may be short and splits need a merge."""
     if task.window or task.stretches is None:
         return 1
     most = max(1, min(TUNING.most_tile_splits, TUNING.tile_waves[task.width > 64] // programs))
@@ -238,7 +238,7 @@ def _tile_splits(task: Task, programs: int) -> int:
 
 
 def tile(task: Task, paired: bool = False) -> tuple[int, dict[str, int]]:
-    """Query rows of a tile, and what its program is launched with; paired: keys come in pairs of
+    """Query rows of a tile, and its launch options; paired: keys are processed in pairs of
     blocks."""
     half, narrow, wide = task.q.dtype != torch.float32, task.width <= 64, task.width > 128
     rows = 32 if wide else 64
@@ -253,15 +253,14 @@ def tile(task: Task, paired: bool = False) -> tuple[int, dict[str, int]]:
 
 
 def splits_of(task: Task, programs: int = 0) -> int:
-    """Of `programs` and a few more, those that share a token's keys; 0: as many as fill a large
-    device."""
+    """Splits per token for about `programs` programs in all; 0: as many as fill a large device."""
     programs = programs or TUNING.programs
     lines = task.q.shape[0] * task.k_cache.shape[1]
     return max(1, min(task.blocks, -(-programs // lines), TUNING.most_splits))
 
 
 def _splits(task: Task) -> int:
-    """KV splits of a launch without a window part: whole waves of programs."""
+    """Splits of a dense decode launch, in whole waves of programs."""
     if task.window:
         return splits_of(task)
     lines = task.q.shape[0] * task.k_cache.shape[1]
@@ -269,15 +268,14 @@ def _splits(task: Task) -> int:
 
 
 def reading_wave(device: torch.device, width: int) -> int:
-    """Programs that read a large device's memory fastest, with heads of so many 16-bit numbers,
-    each with two pairs of blocks of 64 keys and values on their way."""
+    """Number of programs that read a large device's memory fastest, for heads of `width` 16-bit
+    elements, each with two pairs of blocks of 64 keys and values in flight."""
     on_way = TUNING.multiprocessors * 2 * 2 * 64 * max(64, width) * 2
     return TUNING.multiprocessors * math.ceil(TUNING.latency * gpu.memory_rate(device) / on_way)
 
 
 def whole_waves(lines: int, wave: int, most: int) -> int:
-    """Splits of each of some lines, at most `most`: those that fill the fewest waves of programs,
-    or those that come closest to it."""
+    """Splits per line, at most `most`, that fill waves of programs best."""
 
     def fill(splits: int) -> float:
         programs = splits * lines
@@ -289,7 +287,7 @@ def whole_waves(lines: int, wave: int, most: int) -> int:
 
 
 def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """A program for each token, KV head and split of the keys: for decode. Results as above."""
+    """One program per token, KV head and split, for decode; same results as `attend_tiles`."""
     o, lse = task.empty(dtype=dtype)
     if task.q.shape[0] == 0:
         return o, lse
@@ -314,7 +312,8 @@ def attend_splits(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tenso
 
 
 def merged_columns(splits: int, width: int) -> int:
-    """Columns of a result, of `width`, that a program merges of so many splits; powers of two."""
+    """Columns (a power of two, of `width`) of a result that one program merges from `splits`
+    splits."""
     return max(16, min(width, TUNING.merged // splits))
 
 
@@ -331,8 +330,8 @@ def merge(
 
     Args:
         part_o: [T, h_q, splits, d] float32; part_lse: [T, h_q, splits] float32.
-        softmax1: a state of zeros with the lse 0 joins them in o.
-        early: launch before the kernel in front is done.
+        softmax1: an additional state with o = 0 and lse = 0 is merged into o.
+        early: launch with programmatic dependent launch.
     """
     tokens, heads, splits, dim = part_o.shape
     padded = gpu.next_power_of_2(splits)

@@ -11,7 +11,7 @@ from cairn.ops.cpu import exp, jit, narrow, prange, wide
 
 @jit(threads=True)
 def attend_windows(q, k_cache, v_cache, row, slot, page_table, rule, scale, o, lse):
-    """window_attention, a thread a token and KV head.
+    """window_attention, with one thread per token and KV head.
 
     Args:
         q: [T, h_q, d]; k_cache, v_cache: [pages, h_kv, S, d].
@@ -92,7 +92,7 @@ def highest(logits, count, top):
 
 @jit
 def exponents(logits, count, top, total):
-    """logits[j, h] becomes e to the power of it, less top[h]; total[h] is their sum."""
+    """logits[j, h] = exp(logits[j, h] - top[h]); total[h] is their sum."""
     group = logits.shape[1]
     for h in range(group):
         total[h] = np.float32(0)
@@ -129,15 +129,15 @@ def add_values(shares, values, count, out):
 
 @jit
 def attend(q, k_cache, v_cache, pages, head, first, last, masked, logits, out, lse):
-    """Slots first .. last of a row.
+    """Attention over slots first .. last of a row.
 
     Args:
         q: float32 [G, d], scaled.
         k_cache, v_cache: [pages, h_kv, S, d]; pages: [any], physical pages of the row.
         head: the KV head.
-        masked: whether the last slot of a page is no key.
+        masked: whether the last slot of a page is masked.
         logits: float32 [S, G], overwritten.
-        out: float32 [G, d], 0 before; lse: float32 [G]. Of no key they are 0 and -inf.
+        out: float32 [G, d], 0 before; lse: float32 [G]. Without a key they are 0 and -inf.
     """
     group, dim = q.shape
     size = k_cache.shape[2]

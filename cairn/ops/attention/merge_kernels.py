@@ -1,4 +1,4 @@
-"""Kernels that merge attention states of disjoint keys, weighed by their log-sum-exp."""
+"""Kernels that merge attention states of disjoint keys, weighted by exp of their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def merge_kernel(
 
     Args:
         SPLITS: splits, padded to a power of two.
-        SOFTMAX1: a state of zeros with the lse 0 joins them.
+        SOFTMAX1: an additional state with o = 0 and lse = 0 is merged.
         lse: without that state; or None.
         PDL: as in `await_previous`.
     """

@@ -1,4 +1,4 @@
-"""Two attention results over disjoint keys become one."""
+"""Merge of two attention results over disjoint keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = 4096
 def merged(
     v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, base2: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The definition, on new memory: arguments and results as in `merge_state_v2`."""
+    """The definition, into new tensors; arguments and results as in `merge_state_v2`."""
     a, b = (s.masked_fill(s.isinf(), -torch.inf) for s in (s_a, s_b))
     add, power = (torch.logaddexp2, torch.exp2) if base2 else (torch.logaddexp, torch.exp)
     total = add(a, b)
@@ -83,20 +83,20 @@ def merge_state_v2(
     v_merged: Tensor | None = None,
     s_merged: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weigh two results by e^s and add them; float32 inside, v rounded once.
+    """Weighted sum of two results with weights e^s; in float32, v rounded once.
 
     v = (e^s_a v_a + e^s_b v_b) / (e^s_a + e^s_b), s = ln(e^s_a + e^s_b).
 
     Args:
         v_a, v_b: [n, h, d] float32, bfloat16 or float16, contiguous.
-        s_a, s_b: [n, h] float32, log-sum-exp (natural logarithm) of the logits behind v. Infinite
-            means no key: that part's v is not read into the sum. Both empty: v = 0, s = -inf.
-        v_merged, s_merged: of the same shapes and dtypes, written and returned; None: new memory.
+        s_a, s_b: [n, h] float32, log-sum-exp (natural logarithm) of the logits behind v. Infinite:
+            no key; that part's v is ignored. Both empty: v = 0, s = -inf.
+        v_merged, s_merged: of the same shapes and dtypes, written and returned; None: new tensors.
             They may be v_a and s_a, or v_b and s_b.
     Returns:
         (v [n, h, d], s [n, h] float32).
     Raises:
-        BadArgument: shapes, dtypes, devices or strides that do not fit.
+        BadArgument: for another shape, dtype, device or stride.
     """
     return _merge("merge_state_v2", False, v_a, s_a, v_b, s_b, v_merged, s_merged)
 

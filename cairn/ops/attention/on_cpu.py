@@ -1,8 +1,8 @@
 """Window and dense attention on the CPU: loops for few tokens, AMX, and torch's flash kernel.
 
 The functions take a call of `window_attention` or `dense_attention` with its arguments bound (both
-use the same names), and how many slots a token sees: `window` (`EVERYTHING` for dense attention),
-rounded back to the start of a page if `aligned`.
+use the same names), and the number of visible slots: `window` (`EVERYTHING` for dense attention),
+extended to the start of a page if `aligned`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ State = tuple[Tensor, Tensor]
 
 
 def is_few(call: Call) -> bool:
-    """Whether `attend_few` takes a call."""
+    """Whether `attend_few` supports a call."""
     return tiling.few_in_loops(call.q, call.k_cache, call.v_cache, call.row)
 
 
 def attend_few(call: Call, window: int, aligned: bool, dtype: torch.dtype) -> State:
-    """Loops over the tokens: (o [T, h_q, d] of a dtype, lse [T, h_q] float32)."""
+    """Attention by Numba loops: (o [T, h_q, d] of `dtype`, lse [T, h_q] float32)."""
     o, lse = _results(call, dtype)
     loops.attend_windows(
         cpu.as_array(call.q.contiguous()),
@@ -46,7 +46,7 @@ def attend_few(call: Call, window: int, aligned: bool, dtype: torch.dtype) -> St
 
 
 def has_amx(call: Call) -> bool:
-    """Whether `attend_amx` takes a call."""
+    """Whether `attend_amx` supports a call."""
     where = (call.row, call.slot, call.page_table)
     return tiling.amx_takes(call.q, call.k_cache, call.v_cache, call.scale, *where)
 
@@ -83,11 +83,11 @@ def _scale(call: Call) -> np.float32:
 
 @dataclass(frozen=True)
 class Step:
-    """Tiles of a call, all of whose pages the attention of a tile reads in spans.
+    """A call cut into tiles, which read their keys in spans of slots.
 
     Attributes:
         call: as above.
-        tiles: consecutive tokens, see `tiles`.
+        tiles: tiles of consecutive tokens, see `tiles`.
         query: [n * h_kv, 1, size * G, d], those of the tiles' cells.
     """
 
@@ -108,8 +108,8 @@ class Step:
         Args:
             begin: [m] int64 for the first m tiles, multiples of the page size.
             mask: None, or added to the logits, as in `tiles.flash`.
-            unread: [m, length] bool, slots whose memory may hold anything.
-            hidden: [m, length] bool, slots that no query sees beside those of the mask; or None.
+            unread: [m, length] bool, slots whose memory may hold arbitrary values.
+            hidden: [m, length] bool, further masked slots; or None.
         Returns:
             (o [m * h_kv, 1, size * G, d], lse [m * h_kv, 1, size * G]).
         """
@@ -144,9 +144,10 @@ def attend_tiles(
     `attend_few`.
 
     Args:
-        rows: queries of a tile with their heads, about.
-        batches: given all tiles, gives indices of some and what computes (o, lse) of their cells.
-        definition: of the op.
+        rows: approximate number of queries per tile, times heads.
+        batches: function from all tiles to pairs of tile indices and a function that computes (o,
+            lse) of these tiles.
+        definition: the op's definition.
     """
     (tokens, query_heads, dim), (_, heads, page_size, _) = call.q.shape, call.k_cache.shape
     group = query_heads // heads

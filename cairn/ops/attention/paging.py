@@ -1,4 +1,4 @@
-"""What the attention ops share: gathering pages, and attention over a gathered span."""
+"""Gathering of pages, and attention over a gathered span; shared by the attention ops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cairn.ops.cache import quantized
 
 
 def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
-    """Copy pages side by side.
+    """Gather pages into contiguous rows.
 
     Args:
         cache: [pages, h_kv, S, d], or quantized.
@@ -30,7 +30,7 @@ def gather_pages(cache: Tensor, pages: Tensor) -> Tensor:
     lines = (pages * heads).unsqueeze(1)
     if heads > 1:
         lines = lines + torch.arange(heads, device=pages.device).unsqueeze(1)
-    # index_select copies whole lines; indexing with a tensor goes element by element.
+    # index_select copies whole rows; indexing with a tensor copies element by element.
     taken = cache.view(-1, size * dim).index_select(0, lines.reshape(-1))
     return taken.view(count, heads, width * size, dim)
 
@@ -41,7 +41,8 @@ def is_landmark(slot: Tensor, page_size: int) -> Tensor:
 
 
 def clear(values: Tensor, hidden: Tensor) -> None:
-    """Zero the lines of values [n, h, L, d] (contiguous) where hidden [n, L], NaN or not."""
+    """Set the rows of values [n, h, L, d] (contiguous) to 0 where hidden [n, L], even if they are
+    NaN."""
     if values.is_cuda:
         values.masked_fill_(hidden[:, None, :, None], 0)
         return
@@ -55,12 +56,12 @@ def clear(values: Tensor, hidden: Tensor) -> None:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of every token over keys of its own, in float32.
+    """Softmax attention of every token over its own gathered keys, in float32.
 
     Args:
         q: [n, h_q, d].
         k, v: [n, h_kv, L, d]; v is overwritten where hidden.
-        hidden: [n, L] bool: keys that do not exist for the token, whatever their memory holds.
+        hidden: [n, L] bool: masked keys, which may hold arbitrary values.
         scale: of the dot products; None: d ** -0.5.
     Returns:
         (o [n, h_q, d], lse [n, h_q]) float32; with every key hidden o = 0 and lse = -inf.
@@ -103,7 +104,7 @@ def attend_span(
     scale: float | None,
     mask_landmarks: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every token over slots first .. slot, as far as they lie in `width` pages.
+    """Attention of every token over slots first .. slot, restricted to a span of `width` pages.
 
     Args:
         q: [n, h_q, d]; k_cache, v_cache: [pages, h_kv, S, d]; row, slot: [n] int64.
@@ -129,5 +130,5 @@ def attend_span(
 
 
 def tokens_per_block(bytes_per_token: int, tokens: int) -> int:
-    """How many tokens fit the budget: at most `tokens`, at least 1."""
+    """Number of tokens whose memory fits into the budget: at most `tokens`, at least 1."""
     return max(1, min(tokens, TUNING.paging_block_bytes // max(bytes_per_token, 1)))

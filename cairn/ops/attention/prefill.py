@@ -1,4 +1,4 @@
-"""A chunk of consecutive tokens of one row, as flash attention's kernel for prefills takes it."""
+"""Prefill of one row's consecutive tokens by the flash attention kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fits(
     scale: float | None,
     stretches: Sequence[int] | None,
 ) -> bool:
-    """Whether `attend` takes a call of `dense_attention` that masks no landmarks."""
+    """Whether `attend` supports a call of `dense_attention` without mask_landmarks."""
     if stretches is None or len(stretches) != 3 or k_cache.dtype != q.dtype:
         return False
     # `fits` does not read the results.

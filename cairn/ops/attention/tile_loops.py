@@ -1,7 +1,7 @@
-"""Attention in bfloat16 by AMX: sixteen queries at once over the slots of a page.
+"""AMX loops of attention in bfloat16: 16 queries at once over the slots of a page.
 
-A query is a column. Then keys are multiplied as they lie in the cache, what softmax does down a
-column needs no shuffling, and the shares are the other matrix's columns at once.
+Queries are the columns of the product: then keys are multiplied in the cache's layout, the softmax
+needs no shuffles, and its weights are already the columns of the second product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cairn.ops.cpu.avx512 import (
 )
 
 BLOCK = 64
-"""Most tokens of a block: the values of a page are transposed once for all."""
+"""Most tokens per block; the values of a page are transposed once per block."""
 LEAST = np.float32(-3e38)
 
 
@@ -118,7 +118,7 @@ def exponents(logits, size, factor, less, shares):
 
 @jit(threads=True)
 def attend_blocks(q, k_cache, v_cache, row, slot, page_table, blocks, rule, scale, config, o, lse):
-    """window_attention, a thread a KV head and block of tokens.
+    """window_attention, with one thread per KV head and block of tokens.
 
     Args:
         q: [T, h_q, d / 2], pairs of bfloat16 as float32; k_cache, v_cache: [pages, h_kv, S, d].

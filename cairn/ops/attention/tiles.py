@@ -16,9 +16,10 @@ from torch import Tensor
 from cairn.ops.cpu import amx
 
 FEW_TOKENS = 32
-"""Steps of fewer tokens have too little in common for tiles."""
+"""Steps with fewer tokens share too few keys for tiles."""
 _PER_ROW = 2
-"""Tokens a row at most, on the average, of larger steps: each with the landmark behind it."""
+"""Larger steps with at most this mean number of tokens per row (a token and a landmark) count as
+decode steps."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Keys and values as a device's copy engine takes them: blocks of lines of one table in memory.
+"""TMA tables of keys and values: a tensor as one 2D table, which is loaded in blocks of lines.
 
-Hopper's engine (TMA) moves a block of a table by the numbers of its first line and column: threads
-compute no addresses, and what they wait for is in shared memory as products need it.
+TMA (Hopper) copies a block given the indices of its first line and column: threads compute no
+addresses, and blocks arrive in shared memory in the layout that wgmma needs.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from cairn.ops import gpu
 from cairn.ops.attention.tuning import TUNING
 
 _ALIGNED = 16
-"""Bytes that a table's address and its lines' are multiples of."""
+"""Alignment in bytes of a table's address and of its line stride."""
 _MOST_LINES = 1 << 31
 _Table = tuple[tuple[int, int], int, int, int, int]
 
 
 class Lines(NamedTuple):
-    """Tokens [pages, slots, heads, d] of any strides as the lines of a table.
+    """A tensor [pages, slots, heads, d] with any strides as a TMA table.
 
     Slot s of page p and head h is line p * page + h * head + s, from column h * column on.
     """
 
     blocks: Any
-    """Triton's description of the table and of its blocks [keys, d]; None: it is no table."""
+    """Triton's tensor descriptor with blocks [keys, d]; None: not representable."""
     page: int
     head: int
     column: int
@@ -37,9 +37,9 @@ NO_LINES = Lines(None, 0, 0, 0)
 
 
 def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Lines]:
-    """k and v [pages, slots, heads, d] in blocks of `keys` slots, for a launch of so many
-    operations; NO_LINES twice where one of them is no table, pages are no whole blocks, it does not
-    pay, or the device has no such engine."""
+    """TMA tables of k and v [pages, slots, heads, d] in blocks of `keys` slots, for a launch of
+    `flops` operations; NO_LINES twice if one of them is not representable, pages are not whole
+    blocks, it does not pay, or the device has no TMA."""
     if flops < TUNING.tma_least_flops or not gpu.supports_tma(k.device):
         return NO_LINES, NO_LINES
     tables = []
@@ -54,7 +54,7 @@ def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Line
 
 
 def are_lines(tokens: Tensor, keys: int) -> bool:
-    """Whether `lines_of` takes tokens."""
+    """Whether `lines_of` supports a tensor."""
     return _table_of(tokens, keys) is not None
 
 
@@ -66,8 +66,9 @@ def _table_of(tokens: Tensor, keys: int) -> _Table | None:
 
 @functools.lru_cache(256)
 def _table(shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: int) -> _Table | None:
-    """(lines and columns, a line's stride, the three numbers of `Lines`) of the table that a view
-    [pages, slots, heads, d] is, of numbers of `size` bytes; None: of none."""
+    """(lines and columns, a line's stride, the three numbers of `Lines`) of the table that
+    represents a view [pages, slots, heads, d] with elements of `size` bytes; None: not
+    representable."""
     pages, slots, heads, width = shape
     # The stride of a dimension of size 1 is arbitrary.
     page, slot, head, one = (0 if n == 1 else s for n, s in zip(shape, strides, strict=True))

@@ -44,12 +44,12 @@ def window_attention(
         row, slot: [T] int64. Slots 0 .. slot of the row are written.
         page_table: [rows, max_pages] int32, logical to physical page.
         window: slots, >= 1.
-        scale: of the dot products; None: d ** -0.5.
-        aligned: start the window at a page.
-        mask_landmarks: the last slot of every page is no key.
-        dtype: of o; None: float32.
-        chunked: the tokens are chunks of rows, dozens side by side, and not each of another row: a
-            hint how to cut them, whatever they are.
+        scale: softmax scale; None: d ** -0.5.
+        aligned: start the window at a page border.
+        mask_landmarks: the last slot of every page is masked.
+        dtype: dtype of o; None: float32.
+        chunked: a hint that dozens of consecutive tokens share a row, as in a prefill; it does not
+            change results.
     Returns:
         (o [T, h_q, d], lse [T, h_q] float32); a token without a visible key has o = 0, lse = -inf.
     Raises:

@@ -1,6 +1,6 @@
-"""FlashAttention's front ends: whole, ragged and paged keys, windows, chunks, sinks.
+"""FlashAttention's interface: contiguous, ragged and paged keys, windows, chunks, sinks.
 
-What sgl-kernel has in its module `flash_attn` is in `cairn.ops.flash_attn` too.
+The functions of sgl-kernel's module `flash_attn` are importable from `cairn.ops.flash_attn` too.
 """
 
 from cairn.ops.flash_attn.flash_attn_varlen_func import flash_attn_varlen_func

@@ -1,4 +1,4 @@
-"""New keys and values at the end of a cache, and the rotation of what meets them."""
+"""Append of new keys and values to a cache, with rotary embedding of queries and new keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INT32 = (torch.int32,)
 
 @dataclass(slots=True)
 class Append:
-    """What `flash_attn_with_kvcache` does before it attends; arguments as there."""
+    """The part of `flash_attn_with_kvcache` before attention; same arguments."""
 
     call: Call
     k: Tensor | None
@@ -63,13 +63,14 @@ class Append:
         return self.cos is not None and self.rotary_seqlens is None
 
     def run(self, interleaved: bool, causal: bool) -> None:
-        """Write the new keys; the call's queries turn, its lengths grow.
+        """Write the new keys and values, rotate the call's queries, and increase its lengths.
 
         Args:
             interleaved: as rotary_interleaved.
-            causal: as there; then, or with a window, query i turns at base + i, not at base.
+            causal: as in the op; with it, or with a window, query i is rotated by position base +
+                i, otherwise by base.
         Raises:
-            BadArgument: the call, or what is new, does not fit.
+            BadArgument: the call, or the new keys and values, are inconsistent.
         """
         self.call.check()
         self._check()

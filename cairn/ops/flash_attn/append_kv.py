@@ -1,4 +1,4 @@
-"""New keys and values to the ends of their sequences in a cache."""
+"""Write of new keys and values at the ends of their sequences in a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 
 NUMBERS = 1024
-"""Of a program, which copies heads of a key or of a value."""
+"""Elements per program, which copies heads of a key or of a value."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -27,16 +27,16 @@ def append_kv(
     page_table: Tensor | None,
     batch_idx: Tensor | None,
 ) -> None:
-    """Write the j-th new key and value of sequence b at its place seqlens[b] + j.
+    """Write the j-th new key and value of sequence b at position seqlens[b] + j.
 
     Args:
-        k, v: [B, Sn, Hk, d] and [.., dv], or [T, Hk, ..] with cu_seqlens; lines of no sequence are
-            left out.
+        k, v: [B, Sn, Hk, d] and [.., dv], or [T, Hk, ..] with cu_seqlens; rows outside of all
+            sequences are ignored.
         k_cache, v_cache: [B', Sk, Hk, d] and [.., dv], or [pages, P, Hk, ..] with page_table.
         seqlens: [B] int32.
-        cu_seqlens: [B + 1] int32, where sequences of new keys begin and end.
+        cu_seqlens: [B + 1] int32, cumulative lengths of the new keys.
         page_table: [B, n] int32.
-        batch_idx: [B] int32, line of the cache for each sequence.
+        batch_idx: [B] int32, row of the cache for each sequence.
     """
     row, place = positions(k, cu_seqlens)
     lines = torch.arange(len(row), device=k.device)
@@ -53,8 +53,8 @@ def append_kv(
 
 
 def positions(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sequence of every line of x ([B, S, ..], or ragged), and its place in there: [n] int64. A
-    line of none has place 0."""
+    """The sequence of every row of x ([B, S, ..], or ragged) and its position in the sequence: [n]
+    int64. Rows outside of all sequences have position 0."""
     if cu_seqlens is None:
         shape = x.shape[:2]
         row = torch.arange(shape[0], device=x.device).unsqueeze(1).expand(shape)

@@ -9,7 +9,7 @@ from cairn.ops.flash_attn.append_kv import append_kv
 from cairn.ops.flash_attn.flash_attention import flash_attention
 
 SEQUENCES = 16
-"""That are timed at once."""
+"""Sequences per call."""
 
 
 @append_kv.bench

@@ -1,4 +1,4 @@
-"""What the front ends share: one call of `flash_attention`, checked."""
+"""A checked call of `flash_attention`, shared by the public functions."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from cairn.ops.flash_attn.flash_attention import flash_attention
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST = 576
-"""Elements of a head."""
+"""Largest head dim."""
 MOST_KEYS = 1 << 30
-"""Of a sequence. Kernels add to a key's number what a window shows beside it, in 32 bits."""
+"""Most keys of a sequence: kernels add window sizes to key indices in 32 bits."""
 _INT32 = (torch.int32,)
 
 
 @dataclass(slots=True)
 class Call:
-    """The tensors of a call under their public names; as in `flash_attention`.
+    """The tensors of a call; as in `flash_attention`.
 
     Attributes:
         name: of the public function, for messages.
         names: public names of k, v, seqused_k and leftpad.
-        window: window_size as it was given; None stands for -1.
-        chunk: attention_chunk as it was given.
+        window: window_size as given; None means -1.
+        chunk: attention_chunk as given.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Call:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        # First the tensors whose sizes the other checks use.
+        # Tensors whose sizes the other checks use come first.
         expect(self.name, "q", self.q)
         expect(self.name, self.names[0], self.k)
         if self.cu_seqlens_q is not None:
@@ -60,7 +60,7 @@ class Call:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Keys to the left and to the right that the window shows; -1: all of them."""
+        """Window size to the left and to the right; -1: unbounded."""
         try:
             numbers = [-1 if side is None else min(int(side), MOST_KEYS) for side in self.window]
         except (TypeError, ValueError):
@@ -71,15 +71,15 @@ class Call:
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         if self.cu_seqlens_q is not None:
             return self.cu_seqlens_q.numel() - 1
         return self.q.shape[0]
 
     def check(self) -> None:
-        """Raise BadArgument unless all shapes, dtypes, devices and strides fit.
+        """Raise BadArgument unless all shapes, dtypes, devices and strides are consistent.
 
-        Lines of the page table that batch_idx names then stand for it.
+        Afterwards the page table holds only the rows selected by batch_idx.
         """
         name, q, k = self.name, self.q, self.k
         ragged = self.cu_seqlens_q is not None
@@ -134,9 +134,9 @@ class Call:
                 expect(name, what, tensor, (size,), _INT32, self.q, dense=-1)
 
     def check_numbers(self, written: bool = False) -> None:
-        """Raise BadArgument where lengths and pages, if they are on the host, are of what is not
-        there. What a window, a chunk or a pad may hide can be no page: negative. Those of a
-        sequence that asks nothing can be anything, unless its keys are `written`."""
+        """Raise BadArgument if lengths or pages (if they are on the host) are out of range. Pages
+        that are completely masked by a window, a chunk or a pad may be negative. Those of a
+        sequence without queries are not checked, unless its keys are `written`."""
         if not on_host(self.q):
             return
         name, table, size = self.name, self.page_table, self.k.shape[1]
@@ -176,8 +176,8 @@ class Call:
         out: Tensor | None,
         with_lse: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """out, or (out, lse); arguments as in the public functions. Call the looks above
-        before."""
+        """out, or (out, lse); arguments as in the public functions. The checks above must have been
+        called."""
         q, width = self.q, self.v.shape[-1]
         shape, dtype = (*q.shape[:-1], width), torch.bfloat16 if q.dtype in FP8 else q.dtype
         if out is None:
@@ -225,7 +225,7 @@ class Call:
 
 
 def refuse_modifiers(name: str, score_mod: object, aux_tensors: object) -> None:
-    """Raise BadArgument if a score modifier is given: there is no way to compile one."""
+    """Raise BadArgument if a score modifier is given, which is not supported."""
     for what, given in (("score_mod", score_mod), ("aux_tensors", aux_tensors)):
         if given is not None:
             refuse(name, what, "is not supported", "Pass None")

@@ -1,4 +1,4 @@
-"""Attention of ragged or even queries over keys that lie whole, ragged or in pages."""
+"""Attention of ragged or padded queries over contiguous, ragged or paged keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cairn.ops.registry import op
 from cairn.ops.testing import Arguments, Make
 
 WIDEST_KEY, WIDEST_VALUE = 256, 512
-"""Elements of a head that the Triton kernels take: a tile of wider ones exceeds shared memory."""
+"""Largest head dims of the Triton kernels: tiles of wider heads exceed shared memory."""
 _SCORES = 1 << 24
-"""Scores that the definition holds at a time."""
+"""Most scores that the definition holds at a time."""
 
 
 @op(mutates=("o", "lse"))
@@ -49,28 +49,28 @@ def flash_attention(
 ) -> None:
     """Softmax attention in float32, as `flash_attn_with_kvcache` describes it.
 
-    The keys of sequence b are numbered 0 .. n - 1 from leftpad[b] (or 0) on. Query i of its m
-    stands at a = i + n - m and sees the keys max(a - left, 0) .. min(a + right, n - 1), and with a
-    chunk c those of a's block of c alone.
+    The keys of sequence b are numbered 0 .. n - 1 from leftpad[b] (or 0) on. Query i of its m has
+    position a = i + n - m and attends to keys max(a - left, 0) .. min(a + right, n - 1), with a
+    chunk c > 0 only to those in a's block of c keys.
 
     Args:
         q: [B, Sq, H, d], or [T, H, d] with cu_seqlens_q.
         k, v: [B', Sk, Hk, d] and [.., dv]; [pages, P, Hk, ..] with page_table; [T', Hk, ..] with
             cu_seqlens_k. Query head h reads head h // (H / Hk).
-        o: like q with dv, written at every sequence's lines: 0 beyond seqused_q, or nothing seen.
-        lse: [B, H, Sq] or [H, T] float32, written: natural logarithm; +inf where o is 0 so.
+        o: like q with dv, written: 0 beyond seqused_q and for queries without a key.
+        lse: [B, H, Sq] or [H, T] float32, written: natural logarithm; +inf for these rows.
         page_table: [B, n] int32.
-        batch_idx: [B] int32, line of k and v for each sequence.
-        leftpad: [B] int32, keys in front that are none.
-        cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where sequences begin and end.
-        seqused_q, seqused_k: [B] int32, how much of each is there, leftpad included.
-        qv: [.., H, dv], its product with v joins the score.
+        batch_idx: [B] int32, row of k and v for each sequence.
+        leftpad: [B] int32, number of invalid keys at the front.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32.
+        seqused_q, seqused_k: [B] int32, used lengths, including leftpad.
+        qv: [.., H, dv]; its product with v is added to the score.
         q_descale, k_descale, v_descale: [B, Hk] float32, factors.
-        sinks: [H], e^sink joins the denominator of o, not lse.
-        scale: of the scores.
-        left, right, chunk: reach of the window, -1: unbounded; keys of a chunk, 0: none.
+        sinks: [H]; e^sink is added to the denominator of o, not to lse.
+        scale: softmax scale.
+        left, right, chunk: window sizes (-1: unbounded), and chunk size (0: none).
         softcap: c > 0: the score becomes c * tanh(score / c).
-        max_seqlen_q: no sequence has more queries.
+        max_seqlen_q: upper bound of the queries of a sequence.
     """
     keys = Keys(k, v, page_table, batch_idx, leftpad, cu_seqlens_k, seqused_k)
     group = q.shape[-2] // k.shape[-2]
@@ -106,7 +106,7 @@ def flash_attention(
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values of a batch, wherever they lie; as in the op."""
+    """Keys and values of a batch in any layout; as in the op."""
 
     k: Tensor
     v: Tensor
@@ -135,7 +135,7 @@ class Keys:
 def _spans(
     q: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None
 ) -> list[tuple[int, int, int]]:
-    """First line of every sequence's queries, how many it has, and how many of them are there."""
+    """First row, number of rows and number of used rows of every sequence's queries."""
     if cu_seqlens is None:
         begins, counts = [0] * q.shape[0], [q.shape[1]] * q.shape[0]
     else:
@@ -144,7 +144,7 @@ def _spans(
 
 
 def _hidden(place: Tensor, keys: int, left: int, right: int, chunk: int) -> Tensor:
-    """[queries, keys] bool: what a query at `place` does not see."""
+    """[queries, keys] bool: keys masked for a query at `place`."""
     query, key = place.unsqueeze(1), torch.arange(keys, device=place.device)
     hidden = torch.zeros(len(place), keys, dtype=torch.bool, device=place.device)
     if left >= 0:
@@ -214,7 +214,7 @@ def _(call: Call) -> None:
 
 
 def _narrow(call: Call) -> bool:
-    """Heads whose tiles fit into a program's memory."""
+    """Whether tiles of these heads fit into shared memory."""
     return call.k.shape[-1] <= WIDEST_KEY and call.v.shape[-1] <= WIDEST_VALUE
 
 
@@ -224,14 +224,14 @@ def _(call: Call) -> None:
 
 
 def drawn(make: Make, dtype: torch.dtype, **options: Any) -> Arguments:
-    """A call of the op. Slots that no sequence owns are NaN, and so is o.
+    """A random call of the op. Unused slots are NaN, and so is o.
 
     Args:
-        queries, keys: of every sequence.
+        queries, keys: numbers of every sequence.
         heads: (H, Hk); widths: (d, dv).
-        page: P, 0: whole lines, -1: ragged.
-        even: queries [B, Sq, H, d], all as many as the most; queries beyond are not there.
-        pad: keys in front that are none; qv, descale, sinks: give these.
+        page: page size P; 0: contiguous; -1: ragged.
+        even: queries [B, Sq, H, d] padded to the longest sequence.
+        pad: invalid keys at the front. qv, descale, sinks: whether to pass these.
         others: scale, left, right, chunk, softcap.
     """
     queries, keys = options["queries"], options["keys"]

@@ -47,12 +47,12 @@ def flash_attn_varlen_func(
     Args:
         q: [T, H, d]; float32, bfloat16, float16, or 8-bit floating point, which gives bfloat16.
         k, v: [T', Hk, d] and [T', Hk, dv]; with page_table [pages, P, Hk, d] and [.., dv].
-        cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where sequences begin and end; None: q is [B, Sq,
-            H, d], k and v are [B, Sk, Hk, ..]. The second is not read with page_table.
-        max_seqlen_q: no sequence has more queries; None: unknown.
+        cu_seqlens_q, cu_seqlens_k: [B + 1] int32, cumulative lengths; None: q is [B, Sq, H, d], k
+            and v are [B, Sk, Hk, ..]. The second is not read with page_table.
+        max_seqlen_q: upper bound of the queries of a sequence; None: unknown.
         max_seqlen_k: ignored.
-        seqused_q, seqused_k: [B] int32, how much of each sequence is there. Lines of q beyond are
-            given 0 (and +inf in lse).
+        seqused_q, seqused_k: [B] int32, used length of each sequence. Rows of q beyond it give 0
+            (and +inf in lse).
         page_table: [B, n] int32; lengths are then seqused_k.
         softmax_scale, causal, qv, q_descale, k_descale, v_descale, window_size, attention_chunk,
         softcap, return_softmax_lse, sinks, out: as in `flash_attn_with_kvcache`.
@@ -61,7 +61,8 @@ def flash_attn_varlen_func(
     Returns:
         out like q with dv, or (out, lse [H, T] or [B, H, Sq] float32).
     Raises:
-        BadArgument: a shape, dtype, device, stride, (on a CPU) number that misfits; a modifier.
+        BadArgument: for another shape, dtype, device or stride, (on a CPU) lengths or pages out of
+            range, or a modifier.
     """
     name = "flash_attn_varlen_func"
     refuse_modifiers(name, score_mod, aux_tensors)

@@ -1,4 +1,4 @@
-"""FlashAttention over a cache, new keys appended first."""
+"""FlashAttention over a cache, after appending new keys."""
 
 from __future__ import annotations
 
@@ -57,38 +57,38 @@ def flash_attn_with_kvcache(
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a cache of n = cache_seqlens[b] keys a sequence (FlashAttention-3, Shah et al.
-    2024); new keys are written to it first, in place, and count.
+    2024); new keys are first written to it in place, and attended to.
 
     score = (q . k + qv . v) * scale, then softcap * tanh(score / softcap), then the masks: query i
-    of m stands at a = i + n - m. `causal` keeps keys j <= a, window_size (l, r) keeps a - l <= j <=
-    a + r (-1, None: no end), attention_chunk c keeps those of a's block of c keys. In float32.
+    of m has position a = i + n - m. `causal` keeps keys j <= a, window_size (l, r) keeps a - l <= j
+    <= a + r (-1, None: no end), attention_chunk c keeps those of a's block of c keys. In float32.
 
     Args:
         q: [B, Sq, H, d], or [T, H, d] with cu_seqlens_q; d <= 576, last dims contiguous. float32,
-            bfloat16, float16 or 8-bit floats, which give bfloat16 and are cut off where they turn.
+            bfloat16, float16 or 8-bit floats, which give bfloat16 and are clamped after rotation.
         k_cache, v_cache: [B', Sk, Hk, d] and [B', Sk, Hk, dv], dv <= 576; with page_table [pages,
             P, Hk, ..], any P. Query head h reads head h // (H / Hk).
         k, v: [B, Sn, Hk, d] and [.., dv], or ragged [T', Hk, ..] with cu_seqlens_k_new: written at
             n .. n + Sn - 1; n grows by Sn. Both or neither. qv: like q with dv.
-        rotary_cos, rotary_sin: [max, rd / 2], rd <= d. New key j turns at base + j, query i at
-            base + i when causal or windowed, else at base. The turned key is what is stored.
+        rotary_cos, rotary_sin: [max, rd / 2], rd <= d. New key j is rotated by position base + j,
+            query i by base + i if causal or windowed, else by base. The rotated key is stored.
         cache_seqlens: [B] int32, or one number for all; None: the whole cache.
-        cache_batch_idx: [B] int32, line of the cache, or of page_table [B', n], of each sequence.
-        cache_leftpad: [B] int32, keys in front that are none; blocks of a chunk begin behind them.
+        cache_batch_idx: [B] int32, row of the cache, or of page_table [B', n], of each sequence.
+        cache_leftpad: [B] int32, number of invalid keys at the front; chunks begin after them.
         page_table: [B, n] int32; cu_seqlens_q, cu_seqlens_k_new: [B + 1] int32.
-        max_seqlen_q: no sequence has more queries; None: unknown.
+        max_seqlen_q: upper bound of the queries of a sequence; None: unknown.
         rotary_seqlens: [B] int32, base of the positions; None: cache_seqlens.
-        q_descale, k_descale, v_descale: [B, Hk] float32, what the numbers of q, k, v are worth.
+        q_descale, k_descale, v_descale: [B, Hk] float32, scales of q, k, v.
         softmax_scale: None: (d + dv of qv) ** -0.5.
-        rotary_interleaved: numbers 2j, 2j + 1 turn together; otherwise j, j + rd / 2.
+        rotary_interleaved: elements 2j, 2j + 1 are pairs; otherwise j, j + rd / 2.
         scheduler_metadata, num_splits, pack_gqa, sm_margin, ver: ignored.
-        sinks: [H], e^sink joins the denominator, not the returned lse.
+        sinks: [H]; e^sink is added to the denominator, but not to the returned lse.
         score_mod, aux_tensors: None. out: written and returned.
     Returns:
         out like q with dv; with return_softmax_lse (out, lse [B, H, Sq] or [H, T] float32, natural
         logarithm). A query that sees no key has out = 0, lse = +inf.
     Raises:
-        BadArgument: a shape, dtype, device, stride, (on a CPU) number that misfits; a modifier.
+        BadArgument: for another shape, dtype, device or stride, bad lengths or pages, a modifier.
     """
     refuse_modifiers(_NAME, score_mod, aux_tensors)
     where = (page_table, cache_batch_idx, cache_leftpad, cu_seqlens_q)

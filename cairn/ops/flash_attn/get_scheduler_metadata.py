@@ -1,4 +1,4 @@
-"""A plan that FlashAttention makes beforehand; these kernels need none."""
+"""FlashAttention's scheduling metadata, which these kernels do not need."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Tensor:
     """An empty int32 tensor, for `scheduler_metadata` of `flash_attn_with_kvcache`.
 
     Args:
-        args, kwargs: what FlashAttention's function takes; no effect beyond the device, which is
-            that of the first tensor among them.
+        args, kwargs: arguments of FlashAttention's function; only the device of the first tensor
+            among them is used.
     """
     given = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
     first = next(given, None)

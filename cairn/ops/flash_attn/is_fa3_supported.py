@@ -1,4 +1,4 @@
-"""Whether the front ends of FlashAttention-3 can be called."""
+"""Whether FlashAttention-3's functions can be called."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The kernels behind FlashAttention's front ends: one for prefill and decode, and one that merges
+"""The kernels of FlashAttention's interface: one for prefill and decode, and one that merges
 splits.
 
 Rows of a tile are (query, head) pairs of one sequence and KV head: row m is query m // HP, head m %
-HP of a block of the group. Where rows are few and heads narrow, a tile covers two adjacent KV
-heads, so that whole memory sectors are read: for each query HP heads of the first, then HP of the
-second. Keys are numbered from the first valid one. Whatever the masks, a row sees one interval of
-keys, first .. last. Outputs of ragged queries are stored as those of one sequence.
+HP of a block of the group. With few rows and narrow heads, a tile covers two adjacent KV heads, so
+that whole memory sectors are read: for each query HP heads of the first, then HP of the second.
+Keys are numbered from the first valid one. With any mask, the visible keys of a row are one
+interval, first .. last. Outputs of ragged queries are stored as those of one sequence.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def keys_of(row, capacity, cu_k, used_k, leftpad):
 
 @triton.jit
 def seen_of(query, used, length, left, right, chunk):
-    """(first, last) [M] of the keys that queries see; last < first: none."""
+    """(first, last) [M] of the keys visible to queries; last < first: none."""
     place = query + length - used
     first = tl.where(left >= 0, tl.maximum(place - left, 0), 0)
     last = tl.where(right >= 0, tl.minimum(place + right, length - 1), length - 1)

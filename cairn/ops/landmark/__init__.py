@@ -1,1 +1,2 @@
-"""Landmark selection: summaries, scores, page attention and its combination with the window."""
+"""Landmark attention: page summaries, page scores, attention inside pages, and the merge with the
+window."""

@@ -98,7 +98,7 @@ def _(draw: Draw) -> Points:
                 ),
                 job.selected_bytes + moved(job.q, job.q, indices, weights),
                 job.attend_flops(job.q.shape[0] * layer.topk * (layer.page_size - 1)),
-                # The definition takes seconds for many tokens.
+                # The definition takes seconds with many tokens.
                 (definition,) if job.step.tokens == 1 else (),
             )
 
@@ -141,7 +141,8 @@ def _by_topk(
     candidates: Tensor,
     *options: int,
 ) -> tuple[Tensor, Tensor]:
-    """hils from torch's operators, for one page list [n, C] a row; options: h_kv, K."""
+    """The strategy hils by torch's operators, for one page list [n, C] per row; options: h_kv,
+    K."""
     groups, topk = options
     queries = z.view(pages.shape[0], -1, *z.shape[1:]).transpose(1, 2)
     u = queries @ key[pages].permute(0, 2, 3, 1) * z.shape[2] ** -0.5
@@ -186,7 +187,7 @@ def _(draw: Draw) -> Points:
 def _index_put(
     query: Tensor, k_cache: Tensor, pages: Tensor, key_pool: Tensor, bias_pool: Tensor
 ) -> None:
-    """The definition where every page is one."""
+    """The definition for page ids that are all valid."""
     key_pool[pages], bias_pool[pages] = prior_summary.reference(query, k_cache, pages)
 
 

@@ -1,4 +1,4 @@
-"""Pages and window together: the output of a HiLS layer."""
+"""Sum of page attention and window attention: the output of a HiLS layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def blend_window(
     Args:
         o_pages, o_window: [T, h_q, d] float32.
         window_weight: [T, h_q] float32.
-        dtype: of the result.
+        dtype: dtype of the result.
     Returns:
         [T, h_q, d].
     Raises:

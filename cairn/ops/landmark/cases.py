@@ -30,7 +30,7 @@ def _(make: Make) -> Cases:
 
 def _framed(make: Make, paged: Paged, pages: int) -> tuple[Tensor, ...]:
     """near_k, near_v, k_cache, v_cache, k_frames, v_frames, frame_of and near_table for caches of
-    so many pages. Half of the pages have frames; what is not to be read is no number."""
+    `pages` pages. Half of the pages have frames; memory that must not be read is NaN."""
     heads, nan = paged.k_cache.shape[1], float("nan")
     order = make.rand(pages).argsort()
     near = [torch.empty_like(cache) for cache in (paged.k_cache, paged.v_cache)]
@@ -116,7 +116,7 @@ def _(make: Make) -> Cases:
         for form in make.kv_formats:
             bytes_of = paged.quantized(form)
             yield make.args(q, z, bytes_of.k_cache, bytes_of.v_cache, key, bias, *where, True)
-        # Rows so short that they select every page before their windows.
+        # Rows so short that every page before the window is selected.
         short = make.paged((6 * size, 9, 3 * size + 1), groups, size, 16, dtype=dtype)
         row, slot, _ = short.queries((size + 2, 9, 1))
         given = (q[: len(row)], z[: len(row)], short.k_cache, short.v_cache)

@@ -1,4 +1,4 @@
-"""What the landmark ops share: the looks at what selects pages, and at what pools their keys."""
+"""Argument checks shared by the landmark ops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cairn.ops.landmark.select_task import STRATEGIES
 
 
 def check_rule(op: str, window: int, topk: int, strategy: str, least: int = 1) -> None:
-    """Raise BadArgument for a strategy that is none, a window below `least`, or a topk of none."""
+    """Raise BadArgument for an unknown strategy, a window below `least`, or a topk below 1."""
     if strategy not in STRATEGIES:
         refuse(op, "strategy", f"is {strategy!r}", f"It is one of {', '.join(STRATEGIES)}")
     check_least(op, "window", window, least)
@@ -37,11 +37,11 @@ def check_summaries(
     """Raise BadArgument unless queries can be scored against summaries.
 
     Args:
-        op: for the message.
-        lmk_q: [T, h_q, d], looked at before.
-        summary_key: [pages, h_R, d]; h_q is a multiple of h_R, but with the strategy "group".
+        op: name of the op, for messages.
+        lmk_q: [T, h_q, d], already checked.
+        summary_key: [pages, h_R, d]; h_q is a multiple of h_R, except with the strategy "group".
         summary_bias: [pages, h_q] float32, dense, or None; with "group" one for each KV head.
-        pages: of the caches; None: as many as there are summaries.
+        pages: number of pages of the caches; None: as many as summaries.
         kv_heads: h_kv; None: h_R. A divisor of h_q, and with "group" of h_R.
     """
     _, heads, dim = lmk_q.shape
@@ -62,7 +62,8 @@ def check_summaries(
 
 
 def check_keys(op: str, k_cache: Tensor) -> None:
-    """Raise BadArgument for pages [pages, h_kv, S, d] of one slot: the last is a landmark's."""
+    """Raise BadArgument for pages [pages, h_kv, S, d] with one slot, which would only hold a
+    landmark."""
     if k_cache.shape[2] < 2:
         refuse(op, "k_cache", f"has shape {list(k_cache.shape)}: pages without a key")
 

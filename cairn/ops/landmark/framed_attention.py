@@ -1,4 +1,5 @@
-"""landmark_attention of few tokens over pages in host memory, of which some are in frames."""
+"""landmark_attention of few tokens over pages in host memory, some of which are cached in
+frames."""
 
 from __future__ import annotations
 
@@ -45,24 +46,24 @@ def framed_attention(
     strategy: str = "hils",
     store_summaries: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """landmark_attention where pages under windows are kept apart from all others.
+    """landmark_attention with the pages of windows in a separate pool.
 
     A selected page is read from its frame if it has one, else from k_cache and v_cache, which may
-    be memory of the host that the device maps.
+    be mapped host memory.
 
     Args:
         q, lmk_q: [T, h_q, d].
-        near_k, near_v: [window pages, h_kv, S, d], or quantized: pages under windows.
-        k_cache, v_cache: [pages, h_kv, S, d], alike: all complete pages.
-        k_frames, v_frames: [F, h_kv, S, d], alike.
+        near_k, near_v: [window pages, h_kv, S, d], or quantized: pages of windows.
+        k_cache, v_cache: [pages, h_kv, S, d], likewise: all complete pages.
+        k_frames, v_frames: [F, h_kv, S, d], likewise.
         frame_of: [h_kv, pages] int32, the frame of each page; below 0: none.
         summary_key: [pages, h_R, d], any strides; h_R = h_q or h_kv.
         summary_bias: [pages, h_q] float32, or None.
         row, slot: [T] int64. Slots 0 .. slot of the row are written.
-        near_table, page_table: [rows, max_pages] int32, logical page to page under windows, of
-            which only those under windows are valid, and to page of k_cache.
+        near_table, page_table: [rows, max_pages] int32, logical page to page of near_k (valid only
+            for pages of windows), and to page of k_cache.
         window, topk, softmax1, strategy: as in landmark_attention.
-        store_summaries: as there; the pages that are summed up are those under windows.
+        store_summaries: as in landmark_attention, for pages of near_k.
     Returns:
         As landmark_attention.
     Raises:
@@ -138,7 +139,7 @@ def _accepts(call: Call) -> bool:
 
 @framed_attention.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As landmark_attention of few tokens."""
+    """The kernels of landmark_attention for few tokens."""
     where = (call.row, call.slot)
     own = launch.Task(
         call.q, call.near_k, call.near_v, *where, call.near_table, call.window, None,

@@ -1,4 +1,4 @@
-"""How landmark_attention is launched for few tokens on a GPU: once, or four times."""
+"""Launch of landmark_attention for few tokens on a GPU: as one kernel, or as four."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ from cairn.ops.pdl import pdl_option
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How a step is split up.
+    """How a step is split into programs.
 
     Attributes:
-        whole: one launch does all.
-        splits: programs that share a token's window, for one KV head.
-        single: each of them has one block of keys at most.
+        whole: whether one launch does everything.
+        splits: programs per token and KV head for the window (split-KV).
+        single: whether each of these has at most one block of keys.
         tile: candidates that a program scores at a time.
-        programs: programs that share a token's candidates.
-        chunk, chunks: candidates of a chunk, and how many chunks a row has.
-        reads, each: programs that share a token's selected pages, and the most that one has.
-        pdl: kernels are launched before the one in front is done.
-        stores: programs that share the heads of a KV head whose summaries of a completed page are
-            stored.
+        programs: programs per token that score its candidates.
+        chunk, chunks: candidates per chunk, and chunks per row.
+        reads, each: programs per token that read its selected pages, and most pages per program.
+        pdl: whether kernels are launched with programmatic dependent launch.
+        stores: programs per KV head that store the summaries of a completed page.
     """
 
     whole: bool
@@ -50,26 +49,25 @@ class _Plan:
 
     @property
     def scans(self) -> int:
-        """Programs of a token's scan."""
+        """Programs of the scan per token."""
         return self.splits + self.programs + self.stores
 
     @property
     def parts(self) -> int:
-        """States that are merged for a token and head."""
+        """Partial states to merge per token and head."""
         return self.splits + self.reads
 
     def listed(self, topk: int) -> int:
-        """What all chunks of a token may find, padded to a power of two."""
+        """Most pages found by all chunks of a token, padded to a power of two."""
         return gpu.next_power_of_2(self.chunks * topk)
 
 
 class InFrames(NamedTuple):
-    """Selected pages that do not lie where those under windows do: all in host memory, some of them
-    in frames on the device as well.
+    """Selected pages in a separate pool: all in host memory, some also in frames on the device.
 
     Attributes:
         k_cache, v_cache: [pages, h_kv, S, d], in host memory.
-        k_frames, v_frames: [F, h_kv, S, d]; None: there are none.
+        k_frames, v_frames: [F, h_kv, S, d]; None: no frames.
         frame_of: [h_kv, pages] int32, as `cairn.ops.resolve_frames` keeps it; None without frames.
     """
 
@@ -114,12 +112,15 @@ def _plan(
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What a step writes: out, indices, scores and lse are its results, the rest is for itself.
+    """Outputs and workspace of a step: out, indices, scores and lse are results, the rest is
+    workspace.
 
     Attributes:
-        part_o, part_lse: states of the window's splits, then of the reading programs.
-        u: every candidate's score, [T, h_q, line]; tops, sums: the normalisers' parts.
-        found: the best of every chunk, as `pick` gives them.
+        part_o, part_lse: partial states of the window's splits, then of the programs that read
+            pages.
+        u: every candidate's score, [T, h_q, line]; tops, sums: partial maxima and sums of the
+            normalisers.
+        found: the best candidates of every chunk, from `pick`.
     """
 
     out: Tensor
@@ -135,7 +136,7 @@ class _Memory:
 
     @property
     def line(self) -> int:
-        """Numbers from one head's scores to the next one's."""
+        """Elements from one head's scores to the next head's."""
         return self.u.shape[2]
 
 
@@ -149,9 +150,11 @@ def attend(
     """o, indices, scores and lse of landmark_attention.
 
     Args:
-        task: the window; job: the selection, whose lse is not used; the same tokens in both.
-        store: store summaries first; no page may be completed that a token has for a candidate.
-        in_frames: selected pages; None: they lie where those under windows do.
+        task: the window attention. job: the selection (its lse is not used). Both have the same
+            tokens.
+        store: store summaries of completed pages first; these must not be candidates of a token of
+            the step.
+        in_frames: the pool of selected pages; None: that of the window's pages.
     """
     tokens, heads = task.q.shape[:2]
     indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
@@ -219,7 +222,7 @@ def _arguments(
     memory: _Memory,
     pages: Pages,
 ) -> dict[str, Any]:
-    """What the kernels of a step take, by the names of their parameters."""
+    """Keyword arguments shared by the kernels of a step."""
     short = min(TUNING.fused_short_chunk, plan.chunk)
     page, at, value = memory.found
     return {
@@ -274,7 +277,7 @@ def _arguments(
 
 
 def _reading_warps(plan: _Plan, pages: Pages) -> int:
-    """Warps of a program of `_read`."""
+    """Warps per program of the kernel that reads pages."""
     if plan.each > 1:
         return pages.warps
     if pages.q.shape[0] > TUNING.fused_lone_tokens:
@@ -293,7 +296,7 @@ def _whole(
     arguments: dict[str, Any],
     softmax1: bool,
 ) -> None:
-    """All of a step, and its merge."""
+    """The whole step, including the merge, in one launch."""
     lines = memory.out.shape[0] * job.groups
     round_size = plan.scans + plan.chunks + plan.reads
     # Lag in rounds between the scan of a line and its selection, and again between that and reading

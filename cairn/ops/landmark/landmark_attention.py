@@ -50,7 +50,7 @@ def landmark_attention(
     store_summaries: bool = False,
     chunked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """window_attention, select_pages, page_weights, page_attention and blend_window, in turn.
+    """window_attention, select_pages, page_weights, page_attention and blend_window in one op.
 
     The window is aligned to pages, and the last slot of a page is no key.
 
@@ -62,12 +62,13 @@ def landmark_attention(
         row, slot: [T] int64. Slots 0 .. slot of the row are written.
         page_table: [rows, max_pages] int32, logical to physical page.
         window: slots, >= 1.
-        topk: pages that a KV head selects.
-        softmax1: add a logit 0, whose share is lost, to the softmax over pages and window.
-        scale: of all dot products; None: d ** -0.5.
+        topk: pages selected per KV head.
+        softmax1: add a logit of 0, whose weight is dropped, to the softmax over pages and window.
+        scale: softmax scale of all dot products; None: d ** -0.5.
         strategy: as in select_pages.
-        store_summaries: first, every token in the last slot of a page stores the prior_summary of
-            that page, with its lmk_q as the query. h_R is h_q, summary_key of lmk_q's dtype.
+        store_summaries: first store, for every token in the last slot of a page, the prior_summary
+            of that page with its lmk_q as the query. Then h_R is h_q, and summary_key has lmk_q's
+            dtype.
         chunked: as in window_attention.
     Returns:
         o [T, h_q, d] in q's dtype; indices [T, h_kv, topk] int32 and scores [T, h_q, topk]
@@ -141,7 +142,7 @@ def _short_on_gpu(call: Call) -> bool:
 
 
 def _windows(call: Call) -> launch.Task:
-    """The task of a call's windows."""
+    """The window attention of a call."""
     where = (call.row, call.slot, call.page_table, call.window, call.scale)
     return launch.Task(
         call.q, call.k_cache, call.v_cache, *where, aligned=True, mask_landmarks=True
@@ -149,7 +150,7 @@ def _windows(call: Call) -> launch.Task:
 
 
 def _selection(call: Call) -> select_launch.Selection:
-    """What a call selects, where nobody needs the windows' lse for it."""
+    """The selection of a call, for strategies that do not need the windows' lse."""
     task = _task(call)
     lse = gpu.empty((0,), torch.float32, call.q.device)
     where = (call.row, call.slot, call.page_table, call.k_cache.shape[2], call.topk)
@@ -171,7 +172,7 @@ def _task(call: Call) -> Task:
 
 
 def _store(call: Call) -> None:
-    """Store the summaries of completed pages, if a call does."""
+    """Store the summaries of completed pages, if the call asks for it."""
     if call.store_summaries:
         where = (call.row, call.slot, call.page_table)
         summaries = (call.summary_key, call.summary_bias, call.scale)
@@ -183,7 +184,7 @@ def _few_on_gpu(call: Call) -> bool:
     if tiled or not _on_gpu(call):
         return False
     # The same launch stores summaries, so no token of the step may select a page that the step
-    # completes: those lie inside the window where there are at most `window` tokens.
+    # completes: with at most `window` tokens, these pages are inside the window.
     return not call.store_summaries or call.q.shape[0] <= call.window
 
 
@@ -203,7 +204,7 @@ def _on_gpu(call: Call) -> bool:
     "triton_few", devices=gpu.DEVICES, when=_few_on_gpu, replayed=True
 )
 def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores and window side by side, the selection, the pages, and one merge of all."""
+    """Scores concurrently with the window, then the selection, the pages, and one merge."""
     own, job = _windows(call), _selection(call)
     return fused_launch.attend(own, job, call.softmax1, call.store_summaries)
 
@@ -212,7 +213,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "triton_short", devices=gpu.DEVICES, when=_short_on_gpu, replayed=True
 )
 def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All scores, then window and pages at once."""
+    """All scores, then window and pages in one kernel."""
     _store(call)
     return short_launch.attend(_windows(call), _selection(call), call.softmax1)
 
@@ -257,7 +258,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @landmark_attention.implementation("composed")
 def _(call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The ops one after the other, each as it is fastest."""
+    """The ops in sequence, each by its fastest implementation."""
     _store(call)
     caches, where = (call.k_cache, call.v_cache), (call.row, call.slot, call.page_table)
     size, kv_heads = call.k_cache.shape[2], call.k_cache.shape[1]

@@ -1,4 +1,4 @@
-"""A landmark layer of few tokens on the CPU: a decode step."""
+"""Numba loops of landmark attention for few tokens on the CPU."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ def attend_tokens(
     q, lmk_q, k_cache, v_cache, keys, key_strides, bias, row, slot, page_table, rule, scales,
     o, indices, scores, lse,
 ):  # fmt: skip
-    """landmark_attention, a thread a token and KV head.
+    """landmark_attention, with one thread per token and KV head.
 
     Args:
         q, lmk_q: [T, h_q, d]; k_cache, v_cache: [pages, h_kv, S, d].
-        keys: summary_key as a line; key_strides: of its pages and heads, and query heads a head.
+        keys: summary_key, flattened. key_strides: strides of its pages and heads, and query heads
+            per head.
         bias: [pages, h_q] float32, or [0, 0].
         row, slot: [T] int64; page_table: [rows, max_pages] int32.
-        rule: window, topk, softmax1, whether each head's normaliser is taken off its scores.
-        scales: of the queries and of the landmark queries.
+        rule: window, topk, softmax1, and whether each head's normaliser is subtracted from its
+            scores.
+        scales: scales of queries and of landmark queries.
         o, indices, scores, lse: the results, written.
     """
     heads = k_cache.shape[1]
@@ -109,10 +111,10 @@ def _score(z, keys, key_strides, bias, pages, candidates, first_head):
 
 @jit
 def _choose(u, mass, count, normalised):
-    """The `count` best rows of u [P, G], ascending; of equal ones the first.
+    """Indices of the `count` best rows of u [P, G], ascending; ties go to the first.
 
-    A row is as good as its best head, after each head's normaliser over all rows and the window's
-    mass [G] is taken off, if it is to be.
+    A row is ranked by its best head, after subtracting (if `normalised`) each head's normaliser
+    over all rows and the window's mass [G].
     """
     candidates, group = u.shape
     if count == candidates:
@@ -156,10 +158,10 @@ def _lowest(count):
 
 @jit
 def _keep(best, count):
-    """Places of the `count` largest, ascending; of equal ones the first. NaN is the largest.
+    """Indices of the `count` largest values, ascending; ties go to the first. NaN is the largest.
 
-    The least of them is found by halving between bounds: floats are ordered as their bits are, the
-    negative ones the other way round. That takes 32 counts at most, of many numbers at once.
+    The smallest of them is found by bisection on the values' bits, which are ordered like the
+    floats (inverted for negative ones): at most 32 vectorised counts.
     """
     keys = np.empty(len(best), np.int32)
     for n in range(len(keys)):
@@ -189,7 +191,7 @@ def _keep(best, count):
 
 @jit
 def _count(keys, least):
-    """How many numbers are not less."""
+    """Number of keys >= least."""
     found = 0
     for n in range(len(keys)):
         found += keys[n] >= least
@@ -198,13 +200,13 @@ def _count(keys, least):
 
 @jit(threads=True)
 def choose_pages(u, lse, limits, tokens, normalised, indices, scores):
-    """What select_pages selects of scored pages, a thread a token.
+    """The selection of select_pages from scored pages, with one thread per token.
 
     Args:
-        u: [U, h, c, columns], scores of c tokens of each of U rows; as many columns count as
-            `limits` [U, c] int64 says.
+        u: [U, h, c, columns], scores of c tokens of each of U rows; `limits` [U, c] int64 is the
+            number of valid columns.
         lse: [T, h] float32; tokens: [U, c] int64, T for none.
-        normalised: whether each head's normaliser is taken off its scores.
+        normalised: whether each head's normaliser is subtracted from its scores.
         indices: [T, h_kv, K] int32, -1; scores: [T, h, K], -inf; written.
     """
     width, groups = u.shape[2], indices.shape[1]
@@ -234,7 +236,7 @@ def choose_pages(u, lse, limits, tokens, normalised, indices, scores):
 
 @jit
 def _better(line, mass, normalised, best):
-    """best[n] = the larger of it and a head's score line[n], as in `_choose`."""
+    """best[n] = max(best[n], a head's score line[n]), as in `_choose`."""
     top, norm = np.float32(0), np.float32(0)
     if normalised:
         top = max(_largest(line), mass)
@@ -250,7 +252,7 @@ def _better(line, mass, normalised, best):
 def _shares(u, chosen, mass, softmax1):
     """Softmax of the chosen rows of u [P, G] and the window's mass [G]: [K, G] and [G].
 
-    softmax1: beside a zero, whose share is lost.
+    softmax1: with an additional logit 0, whose weight is dropped.
     """
     group, count = u.shape[1], len(chosen)
     shares = np.empty((count + 1, group), np.float32)
@@ -295,7 +297,7 @@ def page_weights(scores, lse, softmax1, weights, window_weight):
 
 @jit(threads=True)
 def blend_window(o_pages, o_window, window_weight, out):
-    """out = o_pages + window_weight * o_window, of lines [n, d] and a weight a line."""
+    """out = o_pages + window_weight * o_window, for rows [n, d] with one weight per row."""
     for n in prange(len(out)):
         pages, window, target = o_pages[n], o_window[n], out[n]
         for i in range(len(target)):
@@ -304,7 +306,7 @@ def blend_window(o_pages, o_window, window_weight, out):
 
 @jit(threads=True)
 def take_queries(q, places, scale, out):
-    """out[n] = lines of q [m, width] that `places` [n] name, in float32, scaled."""
+    """out[n] = q[places[n]] of q [m, width], in float32, scaled."""
     for n in prange(len(places)):
         given, taken = q[places[n]], out[n]
         for i in range(len(taken)):
@@ -313,11 +315,11 @@ def take_queries(q, places, scale, out):
 
 @jit(threads=True)
 def weigh(logits, weight, places, shares):
-    """Softmax of every line of logits [n G, S] but its last number, times the line's weight.
+    """Softmax of every row of logits [n G, S], without its last element, times the row's weight.
 
     Args:
-        weight: [m, G] float32; places: [n], its line for G lines of the logits.
-        shares: [n G, S], written; 0 in the last place.
+        weight: [m, G] float32. places: [n], the row of `weight` for each G rows of logits.
+        shares: [n G, S], written; 0 in the last column.
     """
     group = weight.shape[1]
     for n in prange(len(places)):
@@ -335,7 +337,7 @@ def weigh(logits, weight, places, shares):
 
 @jit
 def _largest(line):
-    """The largest of a line; four at once, so that one does not wait for the next."""
+    """The maximum of a row, with four independent accumulators."""
     a = b = c = d = np.float32(-np.inf)
     for i in range(0, len(line) - 3, 4):
         a = line[i] if line[i] > a else a
@@ -350,9 +352,9 @@ def _largest(line):
 
 @jit(threads=True)
 def add_lines(lines, places, out, parts):
-    """out[places[n]] += lines[n] of lines [n, width], as float32; a negative place is none.
+    """out[places[n]] += lines[n] of lines [n, width], in float32; negative places are skipped.
 
-    Every thread takes its columns of all lines: places may occur more than once.
+    Each thread handles some columns of all rows, because places may repeat.
     """
     width = lines.shape[1]
     for part in prange(parts):

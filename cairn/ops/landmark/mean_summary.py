@@ -13,12 +13,12 @@ from cairn.ops.landmark.kernels.summary import mean_summary_kernel
 from cairn.ops.registry import op
 
 WARPS = 1
-"""Of a program: a page and a KV head."""
+"""Warps per program, which handles one page and KV head."""
 
 
 @op
 def mean_summary(k_cache: Tensor, pages: Tensor) -> Tensor:
-    """Mean key of complete pages, all S slots counted.
+    """Mean key of complete pages over all S slots.
 
     Args:
         k_cache: [pages, h_kv, S, d], or quantized.

@@ -1,4 +1,4 @@
-"""Attention inside the selected pages, each page on its own."""
+"""Attention inside the selected pages, with a softmax per page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cairn.ops.landmark.tuning import TUNING
 from cairn.ops.registry import op
 
 _BLOCK_NUMBERS = 256 * 64
-"""Largest product of tokens and d of a block: of eight heads that is 512 KiB of sums."""
+"""Largest tokens * d of a block: with eight heads, 512 KiB of accumulators."""
 
 
 @op
@@ -44,7 +44,7 @@ def page_attention(
         page_table: [rows, max_pages] int32, logical to physical page.
         indices: [T, h_kv, K] int32, logical pages; a negative one is no page.
         weights: [T, h_q, K] float32, in the order of `indices`.
-        scale: of the dot products; None: d ** -0.5.
+        scale: softmax scale; None: d ** -0.5.
     Returns:
         [T, h_q, d] float32.
     Raises:
@@ -94,7 +94,7 @@ def _(call: Call) -> Tensor:
 
 
 def _gather(cache: Tensor, pages: Tensor, head: Tensor) -> Tensor:
-    """The page in each of K places, of its KV head: pages [T, h_kv, K] -> [T * h_kv, K, S, d]."""
+    """Gather the selected pages of each KV head: pages [T, h_kv, K] -> [T * h_kv, K, S, d]."""
     _, heads, size, dim = cache.shape
     if quantized.is_quantized(cache):
         return quantized.take(cache, pages, head).flatten(0, 1)
@@ -126,7 +126,7 @@ def _by_amx(call: Call) -> bool:
     "amx", devices=("cpu",), dtypes=(torch.bfloat16,), missing=amx.MISSING, when=_by_amx
 )
 def _(call: Call) -> Tensor:
-    """Every page with the tokens of a block that select it."""
+    """Page by page, with the tokens of a block that select it."""
     out = call.q.new_empty(call.q.shape, dtype=torch.float32)
     tile_loops.attend_pages(
         cpu.as_array(call.q.contiguous().view(torch.float32)),
@@ -143,7 +143,8 @@ def _(call: Call) -> Tensor:
 
 
 def _block(q: Tensor, kv_heads: int) -> int:
-    """Tokens of a block: a task for every thread, and sums that stay in a core's cache."""
+    """Tokens per block, such that every thread has a block and the accumulators stay in a core's
+    cache."""
     tokens, _, dim = q.shape
     share = -(-tokens * kv_heads // torch.get_num_threads())
     return max(32, min(share, _BLOCK_NUMBERS // dim))
@@ -151,7 +152,7 @@ def _block(q: Tensor, kv_heads: int) -> int:
 
 @page_attention.implementation("page_major", devices=cpu.DEVICES, when=_shared)
 def _(call: Call) -> Tensor:
-    """Spans of tokens with much the same pages at once, all other tokens page by page."""
+    """Spans of tokens that select nearly the same pages together, all other tokens page by page."""
     return page_cpu.attend(*call.astuple())
 
 
@@ -192,6 +193,6 @@ def _(call: Call) -> Tensor:
 
 @page_attention.implementation("triton_few", devices=gpu.DEVICES, when=_on_gpu, replayed=True)
 def _(call: Call) -> Tensor:
-    """Every token reads its own pages; few tokens share a token's pages among programs."""
+    """Every token reads its own pages; with few tokens, several programs share a token's pages."""
     job = _pages(call)
     return page_launch.attend_few(job)

@@ -25,7 +25,7 @@ def attend(
     weights: Tensor,
     scale: float | None,
 ) -> Tensor:
-    """page_attention; arguments and result as there."""
+    """page_attention, with the same arguments and result."""
     out = q.new_empty(q.shape, dtype=torch.float32)
     alone = []
     for begin in range(0, q.shape[0], TUNING.cpu_span):
@@ -82,7 +82,8 @@ def _run_span(
     scale: float | None,
     out: Tensor,
 ) -> None:
-    """Write to `out` the tokens of one row, against all of `pages`; a page not selected weighs 0.
+    """Write to `out` the tokens of one row, against all of `pages`; pages that a token did not
+    select have weight 0.
 
     Args:
         table: [max_pages] int32, the row's physical pages; pages: [U] int64, logical.
@@ -93,7 +94,7 @@ def _run_span(
     k, v = (paging.gather_pages(cache, physical)[0] for cache in (k_cache, v_cache))
     v.unflatten(1, (width, size))[:, :, -1] = 0
     keys = k.float().mul_(dim**-0.5 if scale is None else scale).transpose(1, 2)
-    # One extra column takes the weights of empty places.
+    # One extra column collects the weights of empty entries.
     place = torch.where(indices < 0, width, torch.searchsorted(pages, indices.long())).unsqueeze(2)
     # Block size by the memory of scores and their softmax. Few different shapes, because the
     # library builds a product kernel for each.
@@ -124,11 +125,12 @@ def _by_page(
     weights: Tensor,
     scale: float | None,
 ) -> Tensor:
-    """Every page with the tokens that select it, in tiles: [T, h_q, d] float32."""
+    """Page by page, with tiles of the tokens that select it: [T, h_q, d] float32."""
     tokens, query_heads, dim = q.shape
     _, heads, size, _ = k_cache.shape
     group, topk = query_heads // heads, indices.shape[-1]
-    # A request is a (token, KV head, place); sorted by (physical page, KV head).
+    # A request is a (token, KV head, position in the selection); requests are sorted by (physical
+    # page, KV head).
     flat = indices.flatten()
     request = (flat >= 0).nonzero()[:, 0]
     query = request // topk

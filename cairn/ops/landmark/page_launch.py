@@ -1,4 +1,5 @@
-"""How page_attention is launched on a GPU: by the number of tokens, never by their lengths."""
+"""Launch of page_attention on a GPU, which depends on the number of tokens, never on their
+lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cairn.ops.pdl import pdl_option
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """One call of page_attention, on the device; q .. weights as in the op, the scale given."""
+    """A call of page_attention on a GPU; q .. weights as in the op, with an explicit scale."""
 
     q: Tensor
     k_cache: Tensor
@@ -28,7 +29,7 @@ class Pages:
     scale: float
 
     def part(self, at: slice) -> Pages:
-        """The same for some of the tokens."""
+        """The call restricted to some tokens."""
         own = (self.row[at], self.page_table, self.indices[at], self.weights[at], self.scale)
         return Pages(self.q[at], self.k_cache, self.v_cache, *own)
 
@@ -39,36 +40,36 @@ class Pages:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head, padded."""
+        """Query heads per KV head, padded."""
         return gpu.next_power_of_2(self.q.shape[1] // self.k_cache.shape[1])
 
     @property
     def width(self) -> int:
-        """Columns of a tile."""
+        """Width of a tile."""
         return max(16, gpu.next_power_of_2(self.q.shape[2]))
 
     @property
     def keys(self) -> int:
-        """Slots of a page, padded."""
+        """Page size, padded."""
         return max(16, gpu.next_power_of_2(self.k_cache.shape[2]))
 
     @property
     def line_bytes(self) -> int:
-        """Of one head's key, or value, in a slot."""
+        """Bytes of one head's key, or value, in a slot."""
         return self.k_cache.stride(2) * self.k_cache.element_size()
 
     @property
     def warps(self) -> int:
-        """Of a program that reads pages of one token."""
+        """Warps per program that reads pages of one token."""
         return 2 if self.width * self.keys <= 4096 else 4
 
     @property
     def ahead(self) -> int:
-        """Parts of a line that its last program adds up at a time."""
+        """Parts of a row that its last program sums at a time."""
         return max(1, min(TUNING.page_most_ahead, TUNING.page_merged // (self.group * self.width)))
 
     def arguments(self) -> dict[str, Any]:
-        """What the kernels of a call take, by the names of their parameters."""
+        """Keyword arguments shared by the kernels of a call."""
         heads, kv_heads = self.heads
         return {
             "q": self.q,
@@ -95,29 +96,29 @@ class Pages:
 
     @property
     def unit_pairs(self) -> int:
-        """Tokens that one program takes on a page at a time, at most."""
+        """Most tokens per page that one program processes at a time."""
         return max(TUNING.page_unit_pairs, TUNING.page_unit_lines // self.group)
 
     @property
     def splits(self) -> tuple[int, int]:
-        """Programs that share a token's pages, and the pages of each."""
+        """Programs per token, and pages per program."""
         topk, lines = self.indices.shape[-1], self.q.shape[0] * self.k_cache.shape[1]
         each = -(-topk // max(1, min(topk, -(-TUNING.page_split_programs // lines))))
         return -(-topk // each), each
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory on the device, not written."""
+        """Uninitialised memory on the device."""
         return gpu.empty(shape, dtype, self.q.device)
 
     def empty_int32(self, *lengths: int) -> tuple[Tensor, ...]:
-        """So many int32 each, not written, all of them at round addresses."""
+        """Uninitialised int32 tensors of these lengths at aligned addresses."""
         padded = [-(-length // 4) * 4 for length in lengths]
         parts: tuple[Tensor, ...] = self.empty(sum(padded), dtype=torch.int32).split(padded)
         return parts
 
 
 def attend_few(job: Pages) -> Tensor:
-    """page_attention with programs that share a token's pages: o [T, h_q, d] float32."""
+    """page_attention by several programs per token: o [T, h_q, d] float32."""
     tokens, heads, dim = job.q.shape
     out = job.empty(tokens, heads, dim)
     if tokens == 0 or job.indices.shape[-1] == 0:
@@ -166,7 +167,7 @@ def attend_sorted(job: Pages) -> Tensor:
 
 def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     """Sort the pairs and attend page by page: the sorted results [pairs, G, d] in q's dtype, and
-    where each pair's lies [pairs]."""
+    the index of each pair's result [pairs]."""
     heads, dim = job.q.shape[1:]
     kv_heads, pages = job.k_cache.shape[1], job.k_cache.shape[0]
     pairs, lines = job.indices.numel(), kv_heads * pages
@@ -217,7 +218,7 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
 
 
 def _reduce(job: Pages, parts: Tensor, places: Tensor, out: Tensor) -> None:
-    """Add up the pairs of every token."""
+    """Sum the pairs of every token."""
     tokens, topk = job.q.shape[0], job.indices.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
     kernels.reduce_kernel[(tokens * job.k_cache.shape[1],)](

@@ -1,4 +1,4 @@
-"""How much each selected page, and the window, counts."""
+"""Softmax weights of the selected pages and of the window."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def page_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, T
     Args:
         scores: [T, h, K] float32, -inf where no page is selected.
         lse: [T, h] float32, -inf for an empty window.
-        softmax1: add a logit 0 whose share is lost.
+        softmax1: add a logit of 0 whose weight is dropped.
     Returns:
-        (weights [T, h, K], window_weight [T, h]) float32; all 0 where nothing is left to weigh.
+        (weights [T, h, K], window_weight [T, h]) float32; all 0 if there is neither a page nor a
+        window.
     Raises:
         BadArgument: for another shape, dtype or device.
     """
@@ -89,13 +90,13 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def shared_weights(scores: Tensor, lse: Tensor, softmax1: bool) -> tuple[Tensor, Tensor]:
-    """page_weights where a KV head's query heads share one score.
+    """page_weights for scores that a KV head's query heads may share.
 
     Args:
         scores: [T, h_q or h_kv, K]; lse: [T, h_q].
     Returns:
-        (weights [T, h_q, K], window_weight [T, h_q]): with scores of KV heads, one softmax a
-        group, against the window's mass summed over the group.
+        (weights [T, h_q, K], window_weight [T, h_q]): with scores of KV heads, one softmax per
+        group, with the window's mass summed over the group.
     """
     group = lse.shape[1] // max(1, scores.shape[1])
     if group <= 1:

@@ -14,14 +14,14 @@ from cairn.ops.landmark.kernels.summary import prior_summary_kernel
 from cairn.ops.registry import op
 
 A_WARP = 4096
-"""Elements of a page's keys that one warp holds."""
+"""Elements of a page's keys per warp."""
 
 
 @op
 def prior_summary(
     query: Tensor, k_cache: Tensor, pages: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Pool the keys of complete pages, slot S - 1 left out (HiLS-Attention, the prior query).
+    """Pool the keys of complete pages, except slot S - 1 (HiLS-Attention, the prior query).
 
     p = softmax over slots of scale * query . k;  key = sum p k;  bias = -sum p ln p.
 
@@ -58,8 +58,8 @@ def _(call: Call) -> None:
 
 
 def launch(call: Call, key: Tensor | None, bias: Tensor | None, by_page: bool) -> None:
-    """Pool the call's pages for every head of its query, into key [n, h_q, d] and bias
-    [n, h_q]; by_page: at the page's number, and nowhere for a negative one."""
+    """Pool the call's pages for every head of its query, into key [n, h_q, d] and bias [n, h_q];
+    by_page: entries are indexed by page id, and negative ids are skipped."""
     (count, heads, dim), (kv_heads, size) = call.query.shape, call.k_cache.shape[1:3]
     if count == 0 or (key is None and bias is None):
         return

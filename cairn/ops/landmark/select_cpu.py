@@ -1,4 +1,4 @@
-"""Tiles of select_pages on the CPU: tokens of one row share a gather of its summaries."""
+"""select_pages on the CPU in tiles: tokens of one row share a gather of its summaries."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cairn.ops.landmark.tuning import TUNING
 def tiles(row: Tensor, candidates: Tensor) -> list[tuple[Tensor, int]]:
     """Batches of tiles of like size: (tokens [U, n], number of pages).
 
-    A tile is up to _TILE tokens of one row; empty places hold T, never the first of a tile. A batch
-    pads neither tokens nor pages to more than twice their number. Tokens without a candidate are
-    left out.
+    A tile is up to _TILE tokens of one row; padding entries are T, never the first of a tile. A
+    batch pads tokens and pages to at most twice their number. Tokens without candidates are
+    omitted.
     """
     total = row.numel()
     alive = (candidates > 0).nonzero()[:, 0]
@@ -55,7 +55,8 @@ def _bits(number: Tensor) -> Tensor:
 
 
 def gather(table: Tensor, physical: Tensor | slice) -> Tensor:
-    """table[physical]; whole lines are copied where the memory allows it, those of a slice not."""
+    """table[physical]; whole rows are copied where the layout allows it, which that of a slice does
+    not."""
     if isinstance(physical, slice) or not table.is_contiguous():
         return table[physical]
     lines = table.view(table.shape[0], -1).index_select(0, physical.reshape(-1))
@@ -63,10 +64,10 @@ def gather(table: Tensor, physical: Tensor | slice) -> Tensor:
 
 
 class Scorer:
-    """u = scale * z . R + b of tiles of tokens and the pages of each.
+    """Computes u = scale * z . R + b for tiles of tokens and the pages of each.
 
     Args:
-        task: what the strategy means.
+        task: the strategy's parameters.
         lmk_q: z [T, h_q, d].
         summaries: R [U, P, h_R, d]; bias: b [U, P, h_q] float32, or None.
     """
@@ -111,7 +112,7 @@ class Scorer:
 
 
 def _by_tiles(task: Task, lmk_q: Tensor, summaries: Tensor) -> bool:
-    """Whether AMX multiplies them."""
+    """Whether the AMX loop applies."""
     return (
         amx.AVAILABLE
         and lmk_q.dtype == summaries.dtype == torch.bfloat16

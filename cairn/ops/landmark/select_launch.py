@@ -1,4 +1,5 @@
-"""How select_pages is launched on a GPU: by the number of tokens, never by their candidates."""
+"""Launch of select_pages on a GPU, which depends on the number of tokens, never on their
+candidates."""
 
 from __future__ import annotations
 
@@ -17,19 +18,19 @@ from cairn.ops.landmark.kernels.scores import group_scores_kernel
 from cairn.ops.landmark.tuning import TUNING
 
 MOST_TOKENS = gpu.MOST_PROGRAMS // 16 * 16
-"""As many at most."""
+"""Most tokens per launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """One call of select_pages, on the device.
+    """A call of select_pages on a GPU.
 
     Attributes:
         lmk_q, summary_key, summary_bias, lse, row, slot, page_table: as in the op.
-        page_size, topk, scale: as in the op, the scale given.
+        page_size, topk, scale: as in the op, with an explicit scale.
         offset: a slot's candidates are max(slot - offset, 0) // page_size.
         groups: KV heads.
-        normalised: scores are compared less each head's normaliser.
+        normalised: whether each head's normaliser is subtracted from its scores.
     """
 
     lmk_q: Tensor
@@ -47,7 +48,7 @@ class Selection:
     normalised: bool
 
     def part(self, at: slice) -> Selection:
-        """The same for some of the tokens."""
+        """The call restricted to some tokens."""
         return Selection(
             self.lmk_q[at],
             self.summary_key,
@@ -76,35 +77,35 @@ class Selection:
 
     @property
     def width(self) -> int:
-        """Columns of a tile."""
+        """Width of a tile."""
         return max(16, gpu.next_power_of_2(self.lmk_q.shape[2]))
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head, padded."""
+        """Query heads per KV head, padded."""
         return gpu.next_power_of_2(self.heads // self.groups)
 
     @property
     def block(self) -> int:
-        """Candidates of a block, of which the maximum is kept."""
+        """Candidates per block, of which the maximum is stored."""
         return block_of(self.pages)
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Blocks per row."""
         return -(-self.pages // self.block)
 
     @property
     def bias(self) -> Tensor:
-        """summary_bias, or a tensor that takes its place and is not read."""
+        """summary_bias, or a dummy tensor that is not read."""
         return self.lse if self.summary_bias is None else self.summary_bias
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory on the device, not written."""
+        """Uninitialised memory on the device."""
         return gpu.empty(shape, dtype, self.lmk_q.device)
 
     def arguments(self) -> dict[str, Any]:
-        """What the scoring kernels take, by the names of their parameters."""
+        """Keyword arguments shared by the scoring kernels."""
         return {
             "lmk_q": self.lmk_q,
             "key": self.summary_key,
@@ -136,12 +137,13 @@ class Selection:
 
 
 def block_of(pages: int) -> int:
-    """Candidates of a block, for rows of so many pages."""
+    """Candidates per block, for rows of `pages` pages."""
     return 16 if pages <= 1 << 14 else 64
 
 
 def accepts(lmk_q: Tensor, summary_key: Tensor, page_table: Tensor, groups: int, topk: int) -> bool:
-    """Shapes that the kernels take: a program must be able to hold what it chooses from."""
+    """Whether the kernels support these shapes: a program must be able to hold the candidates that
+    it selects from."""
     heads, dim = lmk_q.shape[1:]
     pages = page_table.shape[1]
     block = block_of(pages)
@@ -166,8 +168,8 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     """indices [T, h_kv, topk] int32 and scores [T, h_q, topk] float32, as the op defines them.
 
     Args:
-        few: read the summaries once and hold every head's scores; otherwise twice, and hold the
-            best of each group.
+        few: read the summaries once and store every head's scores; otherwise read them twice and
+            store only the best of each group.
     """
     tokens = job.slot.numel()
     indices = job.empty(tokens, job.groups, job.topk, dtype=torch.int32)
@@ -204,7 +206,7 @@ def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
 
 
 def _choosing(job: Selection) -> dict[str, int]:
-    """K, KB and BLOCKS of the kernels that choose."""
+    """K, KB and BLOCKS of the selecting kernels."""
     width, blocks = gpu.next_power_of_2(job.topk), gpu.next_power_of_2(job.blocks)
     return {"K": width, "KB": min(width, blocks), "BLOCKS": blocks}
 
@@ -252,7 +254,7 @@ def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
 
 
 def _normalisers(job: Selection) -> Tensor:
-    """The log-sum-exp that is subtracted from each head's scores: [h_q, T] float32."""
+    """The normalisers (log-sum-exp) subtracted from each head's scores: [h_q, T] float32."""
     tokens, heads, _ = job.lmk_q.shape
     half = job.lmk_q.dtype != torch.float32
     rows = (128 if half else 64) if job.width <= 128 else 32
@@ -290,7 +292,7 @@ def in_groups(job: Selection) -> bool:
 def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
     tokens = job.slot.numel()
     tiles = -(-tokens // TUNING.select_tokens)
-    # One program fills the shared memory of a multiprocessor.
+    # One program uses all shared memory of a multiprocessor.
     wave, most = gpu.processors(best.device), -(-job.pages // TUNING.select_tile)
     programs = whole_waves(tiles * job.groups, wave, most)
     group_scores_kernel[(programs, job.groups, tiles)](
@@ -302,7 +304,7 @@ def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) 
 
 
 def _group_arguments(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> dict[str, Any]:
-    """What both kernels take that score groups of heads, by the names of their parameters."""
+    """Keyword arguments shared by both kernels that score groups of heads."""
     return job.arguments() | {
         "total": total,
         "score": best,

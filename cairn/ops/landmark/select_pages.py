@@ -1,4 +1,4 @@
-"""Which pages a token reads: the best by landmark score, one set per KV head."""
+"""Selection of the pages with the best landmark scores, one set per KV head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def select_pages(
     strategy: str = "hils",
     num_kv_heads: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The topk candidate pages of largest score; among equal ones the lower page id.
+    """The topk candidate pages with the largest scores; ties go to the lower page.
 
     Candidates of slot s are the pages j < floor((s - window + 1) / S): those left of the aligned
     window. With u = scale * z . R_j + b_j per query head, the score of a KV head's group is
@@ -45,8 +45,8 @@ def select_pages(
 
     Args:
         lmk_q: z [T, h_q, d].
-        summary_key: R [pages, h_R, d], any strides; h_R = h_q or h_kv. (group: also h_q < h_kv,
-            then the groups are the query heads, each with the sum of its summaries.)
+        summary_key: R [pages, h_R, d], any strides; h_R = h_q or h_kv. (group: h_q < h_kv is
+            allowed; then the groups are the query heads, each with the sum of its summaries.)
         summary_bias: b [pages, h_q] float32, or None for 0.
         lse: [T, h_q] float32, of the window; not used by head and group.
         row, slot: [T] int64.
@@ -62,7 +62,7 @@ def select_pages(
         float32, u of those pages (group: [T, h_kv, K]), padded with -inf.
     Raises:
         BadArgument: for another shape, dtype, device or layout, an unknown strategy, or a window
-            that it cannot have.
+            that the strategy does not allow.
     """
     task = task_of(lmk_q, summary_key, strategy, scale, num_kv_heads)
     candidates = candidate_pages(slot, page_size, window, strategy)
@@ -195,7 +195,7 @@ def _group_on_gpu(call: Call) -> bool:
 
 @select_pages.implementation("triton_group", devices=gpu.DEVICES, when=_group_on_gpu)
 def _(call: Call) -> tuple[Tensor, Tensor]:
-    """One head a group, the sum of its queries: float32, which the kernels for few tokens take."""
+    """One head per group, the sum of its queries in float32, by the kernels for few tokens."""
     groups = min(call.lmk_q.shape[1], call.num_kv_heads or call.summary_key.shape[1])
     summed = call.lmk_q.float().unflatten(1, (groups, -1)).sum(dim=2)
     scale = call.lmk_q.shape[2] ** -0.5 if call.scale is None else call.scale

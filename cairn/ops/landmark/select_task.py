@@ -1,4 +1,4 @@
-"""What a strategy of select_pages means for the tensors, and where its results go."""
+"""Tensor layouts of select_pages' strategies, and the store of results."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 STRATEGIES = ("hils", "softmax_head", "head", "group")
 NO_PAGE = 2**31 - 1
-"""Stands for no page among ascending ones."""
+"""Marks the absence of a page in ascending lists."""
 
 
 def candidate_pages(slot: Tensor, page_size: int, window: int, strategy: str = "hils") -> Tensor:
     """Number of candidate pages of a slot, >= 0 ([T] int64): pages 0 .. that number - 1.
 
-    Raises ValueError for a window that the strategy cannot have.
+    Raises ValueError for a window that the strategy does not allow.
     """
     if window < (1 if strategy == "hils" else 0):
         raise ValueError(f"select_pages: {strategy} cannot have a window of {window} slots")
@@ -25,22 +25,22 @@ def candidate_pages(slot: Tensor, page_size: int, window: int, strategy: str = "
 
 
 def short_pages(page_size: int, window: int, topk: int) -> int:
-    """Pages of the longest row whose every candidate is selected, with a window of 1 slot or more:
-    of a page more, the last slot has topk + 1 candidates."""
+    """Pages of the longest row in which every candidate is selected, for windows of at least 1
+    slot: with one page more, the last slot has topk + 1 candidates."""
     return topk + -(-window // page_size)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a strategy means for the tensors.
+    """Parameters of a strategy.
 
     Attributes:
-        groups: sets of pages per token, h_kv.
-        summed: the queries of a group are added before scoring.
-        normalised: scores are compared after each head's normaliser is taken off.
-        score_heads: heads of the scores.
-        key_heads: heads of the keys that are scored, after any summing.
-        scale: of the dot products.
+        groups: selections per token, h_kv.
+        summed: whether the queries of a group are summed before scoring.
+        normalised: whether each head's normaliser is subtracted before scores are compared.
+        score_heads: number of heads of the scores.
+        key_heads: number of heads of the scored keys, after summing.
+        scale: scale of the dot products.
     """
 
     groups: int
@@ -51,7 +51,7 @@ class Task:
     scale: float
 
     def empty(self, tokens: int, topk: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Results in which nothing is selected."""
+        """Result tensors with nothing selected."""
         indices = torch.full((tokens, self.groups, topk), -1, dtype=torch.int32, device=device)
         scores = torch.full(
             (tokens, self.score_heads, topk), -torch.inf, dtype=torch.float32, device=device
@@ -90,7 +90,7 @@ def task_of(
     groups = min(heads, kv_heads or summary_key.shape[1])
     if strategy == "group":
         return Task(groups, True, False, groups, groups, factor)
-    # With one head a group the normaliser is one constant per set and changes nothing.
+    # With one head per group the normaliser is a constant per selection and does not change it.
     normalised = strategy != "head" and heads > groups
     return Task(groups, False, normalised, heads, summary_key.shape[1], factor)
 
@@ -107,7 +107,7 @@ def store(
 
     Args:
         indices, scores: the results, changed.
-        at: tokens, N of them; every token of the results at most once, but for the last line.
+        at: N tokens; each token at most once, except the last row of the results (padding).
         found: [U, h_kv, c, k] int64 ascending, U * c = N, k <= K, NO_PAGE where there is none.
         u: [U, h, c, P].
     """

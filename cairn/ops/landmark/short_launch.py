@@ -1,4 +1,4 @@
-"""How landmark_attention is launched on a GPU for rows so short that every page left of a window is
+"""Launch of landmark_attention on a GPU for rows so short that every page before the window is
 selected."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cairn.ops.landmark.tuning import TUNING
 
 
 def accepts(q: Tensor, lmk_q: Tensor, page_size: int, topk: int) -> bool:
-    """Whether a program has room for a page of slots, and for all pages' keys and scores."""
+    """Whether a program can hold a page's slots, and all pages' summaries and scores."""
     width = max(16, gpu.next_power_of_2(q.shape[2]))
     page, pages = (max(16, gpu.next_power_of_2(n)) for n in (page_size, topk))
     return (
@@ -27,7 +27,7 @@ def accepts(q: Tensor, lmk_q: Tensor, page_size: int, topk: int) -> bool:
 def attend(
     task: launch.Task, job: Selection, softmax1: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of landmark_attention; task: of the window, aligned to pages."""
+    """The results of landmark_attention; task: the window attention, aligned to pages."""
     tokens, heads, _ = task.q.shape
     o, lse = task.empty(dtype=task.q.dtype)
     scores = job.empty(tokens, heads, job.topk)

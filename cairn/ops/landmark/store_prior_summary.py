@@ -1,4 +1,4 @@
-"""The summaries of the pages that a step completes, into the pools."""
+"""Store of the summaries of pages that a step completes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def store_prior_summary(
     Args:
         query: [N, h_q, d], one query per page and head.
         k_cache: [pages, h_kv, S, d], or quantized.
-        pages: [N] int64, physical ids, none twice; a negative one is no page.
-        key_pool: [pages, h_q, d] of the query's dtype, changed; None: keys are not kept.
-        bias_pool: [pages, h_q] float32, changed; None: biases are not kept.
+        pages: [N] int64, physical ids, all different; negative ids are skipped.
+        key_pool: [pages, h_q, d] of the query's dtype, changed; None: keys are not stored.
+        bias_pool: [pages, h_q] float32, changed; None: biases are not stored.
         scale: None: d ** -0.5.
     Raises:
         BadArgument: for another shape, dtype, device or layout.
@@ -100,6 +100,6 @@ def store_completed(
     bias_pool: Tensor | None,
     scale: float | None,
 ) -> None:
-    """store_prior_summary of the pages whose last slots tokens are in, with their own queries."""
+    """store_prior_summary for every token in the last slot of a page, with its own query."""
     pages = completed_pages(row, slot, page_table, k_cache.shape[2])
     store_prior_summary(query, k_cache, pages, key_pool, bias_pool, scale)

@@ -1,5 +1,5 @@
-"""Landmark layers in bfloat16 by AMX: scores of pages, and every selected page with the tokens of a
-block that select it."""
+"""AMX loops of landmark layers in bfloat16: page scores, and page attention page by page with the
+tokens of a block."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from cairn.ops.cpu.avx512 import LOG2_E, halves, load, load_some, scratch, sprea
 
 @jit(threads=True)
 def score_pages(z, tokens, keys, bias, scale, config, u):
-    """Scores of the pages of tiles, a thread a key head and as many tokens as make sixteen queries.
+    """Page scores of tiles, with one thread per key head and group of tokens with 16 queries.
 
     Args:
         z: [T, h, d / 2], pairs of bfloat16 as float32; tokens: [U, c] int64.
-        keys: [U, h_R, P, d], h_R a part of h with 16 heads a key at most, P whole multiples of 64.
+        keys: [U, h_R, P, d], h is a multiple of h_R with at most 16 query heads per key head, and P
+            a multiple of 64.
         bias: [U, h, columns] float32, or [0, 0, 0]; columns <= P.
         config: amx.shapes().
         u: [U, h, c, columns] float32, written.
@@ -63,13 +64,13 @@ def score_pages(z, tokens, keys, bias, scale, config, u):
 def attend_pages(
     q, k_cache, v_cache, row, page_table, indices, weights, scale, block, config, out
 ):  # fmt: skip
-    """page_attention, a thread a KV head and block of tokens.
+    """page_attention, with one thread per KV head and block of tokens.
 
     Args:
         q: [T, h_q, d / 2], pairs of bfloat16 as float32; k_cache, v_cache: [pages, h_kv, S, d].
         row: [T] int64; page_table: [rows, max_pages] int32.
         indices: [T, h_kv, K] int32; weights: [T, h_q, K] float32.
-        block: tokens.
+        block: tokens per block.
         config: amx.shapes().
         out: [T, h_q, d] float32, written.
     """
@@ -101,14 +102,14 @@ def _attend_block(
     for token in range(begin, end):
         take_columns(q, token, first_head, group, queries[token - begin], 0)
     given = _by_place(weights, begin, end, first_head, group)
-    # A line holds pairs of dimensions of eight heads.
+    # A row holds pairs of dimensions of eight heads.
     lines = (group + 7) // 8 * half
     sums = scratch((end - begin) * lines)
     sums[:] = 0
 
     values = scratch(dim * size // 32).view(np.uint16).reshape(dim, size)
     columns, shares = scratch(half), scratch(size // 2)
-    # One element more: a load of sixteen lanes from inside a line reaches past its end.
+    # One element more, because a load of 16 lanes from inside a row reads past its end.
     product, weight = scratch(max(size, dim) + 1), scratch(3)
     columns[:], product[:], weight[:] = 0, 0, 0
     per, stop = 16 // group, 0
@@ -157,7 +158,8 @@ def _by_place(weights, begin, end, first_head, group):
 
 @jit
 def _copy(numbers, line, count, group, columns, at):
-    """`count` lines [G] of numbers from `line` on, to lines of columns [any, 16] from `at` on."""
+    """Copy `count` rows [G] of `numbers` from row `line` on to rows of columns [any, 16] from row
+    `at` on."""
     for i in range(count):
         taken = load_some(numbers, (line + i) * group, group)
         store_some(columns, i * 16 + at, group, taken)
@@ -165,10 +167,10 @@ def _copy(numbers, line, count, group, columns, at):
 
 @jit
 def _add(product, dim, weight, column, group, sums, line):
-    """Add G columns of a product [d, 16], each times its weight, to a token's lines of sums.
+    """Add G columns of a product [d, 16], each times its weight, to a token's rows of sums.
 
     Args:
-        weight: [3, 16], of each column in the second line.
+        weight: [3, 16]; the second row has the weight of each column.
     """
     to = line * 16
     for first in range(column, column + group, 8):
@@ -181,11 +183,11 @@ def _add(product, dim, weight, column, group, sums, line):
 
 @jit
 def _by_page(row, page_table, indices, head, begin, end):
-    """Who asks for each physical page, in order.
+    """The requests for each physical page, in order.
 
     Returns:
-        The lowest page asked for; stops [pages up to the highest] int64: where each page's part
-        ends of the requests [n, 2] int64, (token, place).
+        The lowest requested page; stops [pages up to the highest] int64, the end of each page's
+        range of requests; and the requests [n, 2] int64, (token, position).
     """
     topk = indices.shape[2]
     lowest, highest = np.int64(2**31), np.int64(-1)

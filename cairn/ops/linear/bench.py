@@ -109,7 +109,7 @@ BLOCK_SHAPES = {
     "full": (("q_b", 24576, 1536), ("out", 7168, 16384), ("down", 2048, 1408)),
     "tiny": (("q_b", 48, 128),),
 }
-"""Products of DeepSeek-V3's layers, and of one that fits on a card: numbers and width."""
+"""(name, N, K) of DeepSeek-V3's projections, and of a model that fits on one GPU."""
 
 
 def _in_blocks(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -160,7 +160,7 @@ def _(draw: Draw) -> Points:
 
 
 SCALED_SHAPES = {"full": ((6144, 4096), (4096, 12288), (24576, 4096)), "tiny": ((48, 64),)}
-"""Numbers and width of products of Qwen3-8B's layers."""
+"""(N, K) of Qwen3-8B's projections."""
 
 
 def _scaled(draw: Draw, dtype: torch.dtype) -> Points:
@@ -177,7 +177,7 @@ def _scaled(draw: Draw, dtype: torch.dtype) -> Points:
 
 
 LEAST_ROWS = 16
-"""torch's own products of codes take more than so many rows."""
+"""torch's products of 8-bit codes need more rows than this."""
 
 
 def _by_cublas(draw: Draw, given: Arguments) -> tuple[Alternative, ...]:

@@ -16,12 +16,12 @@ def check_product(
     bias: Tensor | None = None,
     norm: Tensor | None = None,
 ) -> None:
-    """Raise BadArgument unless the arguments of a product fit.
+    """Raise BadArgument unless shapes, dtypes and devices of a product are consistent.
 
     Args:
-        op: for the message.
+        op: name of the op, for messages.
         input: [..., K] float32, bfloat16 or float16.
-        name: of the weight, for the message.
+        name: name of the weight argument, for messages.
         weight: [N, K], input's dtype.
         bias: [N], input's dtype, dense; or None.
         norm: [K], input's dtype or float32, dense; or None.

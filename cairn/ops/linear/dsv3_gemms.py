@@ -1,4 +1,4 @@
-"""Two products of DeepSeek-V3's layers, by the names and arguments of sgl-kernel."""
+"""Two projections of DeepSeek-V3, under sgl-kernel's names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dsv3_fused_a_gemm(mat_a: Tensor, mat_b: Tensor, out: Tensor | None = None) -
     Args:
         mat_a: [M, K] float32, bfloat16 or float16.
         mat_b: [K, N] of its dtype, column-major.
-        out: [M, N] of its dtype, written and returned when given; also called `output`.
+        out: [M, N] of its dtype, written and returned if given; sgl-kernel also calls it `output`.
     Returns:
         [M, N] of mat_a's dtype.
     Raises:
@@ -32,7 +32,7 @@ def dsv3_fused_a_gemm(mat_a: Tensor, mat_b: Tensor, out: Tensor | None = None) -
 def dsv3_router_gemm(
     hidden_states: Tensor, router_weights: Tensor, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """hidden_states @ router_weights.T, in float32, rounded once: what the router gives.
+    """hidden_states @ router_weights.T, in float32, rounded once: the router's logits.
 
     Args:
         hidden_states: [M, K] float32, bfloat16 or float16.

@@ -21,13 +21,14 @@ NAME = "fp8_blockwise_scaled_mm"
 def fp8_blockwise_scaled_mm(
     mat_a: Tensor, mat_b: Tensor, scales_a: Tensor, scales_b: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """a @ b of the values that codes and scales stand for, in float32, rounded once.
+    """a @ b of the dequantised matrices, in float32, rounded once.
 
     Args:
         mat_a: [M, K] float8_e4m3fn.
         mat_b: [K, N] float8_e4m3fn.
-        scales_a: [M, ceil(K / 128)] float32, any strides: of 128 elements of a row.
-        scales_b: [ceil(K / 128), ceil(N / 128)] float32, any strides: of blocks of 128 x 128.
+        scales_a: [M, ceil(K / 128)] float32, any strides: scales per 128 elements of a row.
+        scales_b: [ceil(K / 128), ceil(N / 128)] float32, any strides: scales per block of 128 x
+            128.
         out_dtype: float32, bfloat16 or float16.
     Returns:
         [M, N].

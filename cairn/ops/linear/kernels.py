@@ -1,9 +1,9 @@
 """Kernels of the products of few tokens with a weight: as fast as the weight is read.
 
-A program of `rows_kernel` and `tile_kernel` loads the rows of the weight that it multiplies before
-it waits for the kernel in front, so that the weight is read while that one ends. If `norm` is not
-None the tokens go through rmsnorm with that weight first: their numbers are multiplied by it before
-the product, and the sums divided by the root mean square after it. `bias` may be None too.
+A program of `rows_kernel` and `tile_kernel` loads its rows of the weight before it waits for the
+previous kernel (PDL), so that the weight is read while that one ends. If `norm` is not None the
+tokens go through rmsnorm with that weight first: their elements are multiplied by it before the
+product, and the sums are divided by the root mean square after it. `bias` may be None too.
 `panel_kernel` is for more tokens. Sums are float32.
 """
 
@@ -31,7 +31,7 @@ def rows_kernel(
         WP: WIDTH, padded to a power of two.
         TOKENS: tokens, padded to a power of two.
         GATED: W is [2 outputs, WIDTH]; out is silu of the first half's product, times the second's.
-        ADD: out holds what the product is added to.
+        ADD: the product is added to out.
         PDL: as in `await_previous`.
     """
     launch_next(PDL)
@@ -88,21 +88,21 @@ def held(x, PURE: tl.constexpr = True):
 
 @triton.jit
 def along(k, FIRST: tl.constexpr):
-    """[PARTS, PART] numbers along K, shaped for the FIRST operand [PARTS, lines, PART] of batched
-    products, or for the second [PARTS, PART, lines]."""
+    """[PARTS, PART] elements along K, reshaped for the FIRST operand [PARTS, lines, PART] of
+    batched products, or for the second [PARTS, PART, lines]."""
     return k[:, None, :] if FIRST else k[:, :, None]
 
 
 @triton.jit
 def across(line, FIRST: tl.constexpr):
-    """[lines] numbers, shaped for the same operand."""
+    """[lines] elements, reshaped for the same operand."""
     return line[None, :, None] if FIRST else line[None, None, :]
 
 
 @triton.jit
 def beside(line, FIRST: tl.constexpr):
-    """[lines] numbers of the same operand, shaped for the products [lines, other lines] or [other
-    lines, lines]."""
+    """[lines] elements of the same operand, reshaped for the products [lines, other lines] or
+    [other lines, lines]."""
     return line[:, None] if FIRST else line[None, :]
 
 
@@ -130,10 +130,10 @@ def tile_kernel(
     all be issued at once.
 
     Args:
-        SPAN: columns of a program. Fewer than WIDTH: those of other spans are other programs', and
-            out is [spans, tokens, outputs], the sums of the spans by themselves.
+        SPAN: columns of a program. If fewer than WIDTH (split-K), other programs take the other
+            spans, and out is [spans, tokens, outputs], the sums of the spans.
         WP: SPAN, padded to a power of two.
-        PARTS: parts of K, each a product of its own, so that every warp has one.
+        PARTS: parts of K, multiplied separately, so that every warp has one.
         TALL: as in `tile_product`.
     """
     launch_next(PDL)
@@ -199,14 +199,14 @@ def panel_kernel(
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, outputs] = x W^T for all tokens and ROWS rows of W, PART of its columns at a
-    time. The rest of the weight is asked for before the kernel in front is awaited.
+    time. The rest of the weight is prefetched before the wait for the previous kernel.
 
     Args:
-        SPAN: columns of a program; those of other spans are other programs'.
-        LINES: lines of the cache in a span of a row, padded to a power of two.
+        SPAN: columns per program.
+        LINES: cache lines in a span of a row, padded to a power of two.
         TOKENS: tokens, padded to a power of two.
-        GATED: as in `rows_kernel`; pairs of rows, one of either half, lie side by side.
-        SPLIT: out is [spans, tokens, outputs], the sums of the spans by themselves.
+        GATED: as in `rows_kernel`; rows of both halves are interleaved.
+        SPLIT: out is [spans, tokens, outputs], the sums of the spans.
         PDL: as in `await_previous`.
     """
     launch_next(PDL)
@@ -253,7 +253,7 @@ def sum_norm_kernel(
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token: residual += the sum of its parts [PARTS, tokens, width], in their order; with a
-    norm out = the norm of that before it was rounded.
+    norm, out = the norm of that sum before rounding.
 
     Args:
         PDL: as in `await_previous`.

@@ -1,4 +1,4 @@
-"""The product of tokens with a weight, the norm in front of it included."""
+"""Linear layer, optionally with the norm before it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from cairn.ops.registry import op
 
 
 def normed(input: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-    """The definition's input of a product: float32, after its norm if it has one."""
+    """The input of the definition's product: float32, normed if there is a norm."""
     return input.float() if norm is None else rmsnorm.reference(input.float(), norm.float(), eps)
 
 
 FEW_NUMBERS = 1 << 21
-"""Of a matrix that a CPU converts to float32 for a result in it: a router's, not a head's."""
+"""Largest weight (elements) that a CPU converts to float32 for a float32 result: a router's, but
+not a vocabulary head's."""
 
 
 @op
@@ -44,7 +45,7 @@ def linear(
         bias: [N], input's dtype, or None.
         norm: [K], weight of the norm, input's dtype or float32; None: input as it is.
         eps: of the norm.
-        dtype: of the result; None: input's.
+        dtype: dtype of the result; None: input's.
     Returns:
         [..., N].
     Raises:
@@ -121,7 +122,7 @@ def _(call: Call) -> Tensor:
         return wide.view(*x.shape[:-1], call.weight.shape[0])
     weight, bias = call.weight, call.bias
     if call.dtype == torch.float32 and weight.numel() <= FEW_NUMBERS and not x.is_cuda:
-        # The library's products round to the dtype of their operands.
+        # Library products round to the dtype of their operands.
         x, weight = x.float(), weight.float()
         bias = None if bias is None else bias.float()
     product = torch.nn.functional.linear(x, weight, bias)

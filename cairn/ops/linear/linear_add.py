@@ -1,4 +1,4 @@
-"""A product of tokens with a weight that is added to a residual stream."""
+"""Linear layer whose output is added to a residual stream."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _(call: Call) -> None:
 
 @linear_add.implementation("torch")
 def _(call: Call) -> None:
-    """One product of the library, which adds to what is there."""
+    """One library product with accumulation."""
     residual = call.residual
     residual.addmm_(call.input, call.weight.t())
     if call.bias is not None:

@@ -1,4 +1,4 @@
-"""A product that is added to a residual stream, and the norm that the stream goes through next."""
+"""Linear layer whose output is added to a residual stream, and the stream's next norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The product of tokens with a weight in e4m3 blocks: the tokens are quantised on the way."""
+"""Linear layer with a block-quantised e4m3 weight; tokens are quantised on the fly."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NAME = "linear_fp8_blocks"
 
 @op
 def linear_fp8_blocks(input: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """x @ w.T, in float32, rounded once, where w are the values of the weight's codes and scales,
-    and x is input rounded to e4m3 with a scale for every 128 elements: max(|x|, 1e-10) / 448.
+    """x @ w.T, in float32, rounded once, where w is the dequantised weight, and x is input rounded
+    to e4m3 with a scale for every 128 elements: max(|x|, 1e-10) / 448.
 
     Args:
         input: [T, K] float32, bfloat16 or float16.
         weight: [N, K] float8_e4m3fn.
-        scale: [ceil(N / 128), ceil(K / 128)] float32: of blocks of 128 x 128.
+        scale: [ceil(N / 128), ceil(K / 128)] float32: scales per block of 128 x 128.
     Returns:
         [T, N] of input's dtype.
     Raises:

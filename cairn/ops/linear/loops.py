@@ -19,8 +19,9 @@ def multiply(x, weight, bias, norm, eps, out, add, gated, paired, parts):
         eps: of the norm.
         out: [M, N], written; gated: [M, N / 2], silu of the first half times the second.
         add: add to what is in `out`.
-        paired: x is rounded to its dtype after the norm, and numbers are multiplied in pairs.
-        parts: that the columns are cut into, for the threads.
+        paired: x is rounded to its dtype after the norm, and elements are multiplied in pairs
+            (AVX512-BF16).
+        parts: number of parts of the outputs, for threads.
     """
     rows = _normed(x, norm, eps)
     given = _rounded(rows, x) if paired and norm.size else x
@@ -49,7 +50,7 @@ def _normed(x, norm, eps):
 
 @jit
 def _rounded(rows, like):
-    """rows [M, K] as numbers of the kind of `like`."""
+    """rows [M, K] rounded to the kind of `like`."""
     out = np.empty_like(like)
     for m in range(len(out)):
         for k in range(out.shape[1]):
@@ -61,7 +62,7 @@ def _rounded(rows, like):
 def _dots(rows, given, m, weight, lines, paired):
     """Row m . weight[n] for the four n in `lines`.
 
-    Four lines at once, far from each other: a core fetches several streams faster than one.
+    Four distant rows at once: a core fetches several streams faster than one.
     """
     if paired:
         return _pair_dots(given, m, weight, lines)

@@ -1,4 +1,4 @@
-"""Kernel of products of codes of 8 bits with a scale for each row of both."""
+"""Kernel of 8-bit matrix products with a scale per row of both operands."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def scaled_mm_kernel(
     """out [rows, outputs] = (a b^T) * a_scale[m] * b_scale[n] + bias[n].
 
     Args:
-        a: [rows, width], and b: [outputs, width], e4m3 or (INTEGER) int8; both as tables of blocks
-            [BM, BK] and [BN, BK] (TABLE) or as they are.
-        a_scale, b_scale: float32, a_step and b_step apart; 0: one for all.
+        a: [rows, width], and b: [outputs, width], e4m3 or (INTEGER) int8; both as tensor
+            descriptors with blocks [BM, BK] and [BN, BK] (TABLE) or by address.
+        a_scale, b_scale: float32, with strides a_step and b_step; stride 0: one scale for all.
         bias: [outputs], or None.
-        tiles, columns: of rows and of numbers.
-        TURNED: b's rows are those of the product, and a's its columns: warp groups multiply 64 rows
-            with any multiple of 8 columns, in e4m3 without conversion.
+        tiles, columns: number of tiles of rows and of outputs.
+        TURNED: compute the transposed product, with b's rows as the first operand: wgmma multiplies
+            64 rows with any multiple of 8 columns.
         EVEN: width is a multiple of BK.
         PDL: as in `await_previous`.
     """

@@ -1,4 +1,4 @@
-"""Launch of products of codes of 8 bits."""
+"""Launch of 8-bit matrix products."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cairn.ops.quantization.codes import E4M3
 
 
 class Tile(NamedTuple):
-    """What a program computes.
+    """Tile sizes of a program.
 
     Attributes:
-        rows: of a, and of the result.
-        columns: of the result.
-        part: columns of a and b in one step.
-        warps, stages: of the launch.
-        table: a and b are copied by the device's engine (TMA).
+        rows: rows of a per tile.
+        columns: columns of the result per tile.
+        part: elements along K per iteration.
+        warps, stages: num_warps and num_stages.
+        table: a and b are loaded by TMA.
         turned: see `scaled_mm_kernel`.
     """
 
@@ -35,7 +35,7 @@ class Tile(NamedTuple):
 
 NARROW = (Tile(16, 64, 256, 4, 4), Tile(16, 32, 256, 4, 6), Tile(16, 16, 256, 2, 6))
 TURNED = (Tile(16, 64, 256, 4, 4, turned=True), Tile(16, 64, 256, 4, 6, turned=True))
-"""In place of `NARROW` for e4m3 on devices with warp groups: up to 16% faster."""
+"""Used instead of `NARROW` for e4m3 on devices with wgmma: up to 16% faster."""
 TILES = (
     (16, NARROW),
     (32, (Tile(32, 64, 256, 4, 4), Tile(32, 32, 256, 4, 4))),
@@ -45,15 +45,16 @@ TILES = (
 """(most rows, tiles): the first tile that gives every multiprocessor a program is taken, else the
 last."""
 LARGE = {E4M3: Tile(128, 256, 128, 8, 3, True), torch.int8: Tile(128, 256, 128, 8, 4, True)}
-"""Tile of more rows, by the dtype of the codes."""
+"""Tile for more rows, by the dtype of the codes."""
 TOGETHER = 8
-"""Tiles of rows that go through all columns together."""
+"""Tiles of rows that are multiplied with all columns before the next ones."""
 _ALIGNED = 16
-"""Bytes that a table's address and its lines' are multiples of."""
+"""Alignment in bytes of a table's address and row stride."""
 
 
 def accepts(a: Tensor, b: Tensor) -> bool:
-    """Rows [M, K] and columns [K, N] with their elements side by side, and a K of whole steps."""
+    """Whether the kernel supports rows [M, K] and columns [K, N]: contiguous along K, which is a
+    multiple of the step."""
     return (
         a.stride(1) == 1
         and b.stride(0) == 1
@@ -69,7 +70,7 @@ def multiplies_codes(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """What a program of a product [rows, outputs] of codes computes."""
+    """The tile of a product [rows, outputs] of 8-bit codes."""
     tiles = next((tiles for most, tiles in TILES if rows <= most), (LARGE[dtype],))
     if tiles is NARROW and dtype == E4M3 and gpu.supports_wgmma(device):
         tiles = TURNED
@@ -87,7 +88,7 @@ def multiply(
     out: Tensor,
     tile: Tile,
 ) -> Tensor:
-    """`scaled_mm_kernel`: a [M, K] and b [N, K] into out [M, N], a tile a program."""
+    """`scaled_mm_kernel`: a [M, K] and b [N, K] into out [M, N], one tile per program."""
     rows, width = a.shape
     outputs = b.shape[0]
     if not rows or not outputs:
@@ -128,7 +129,7 @@ def multiply(
 
 
 def _step(scale: Tensor) -> int:
-    """How far scales are apart; 0 where there is one."""
+    """Stride of scales; 0 for a single one."""
     if scale.numel() == 1:
         return 0
     return next(

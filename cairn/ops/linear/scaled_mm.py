@@ -1,4 +1,4 @@
-"""Products of codes of 8 bits with a scale for each row of both, by sgl-kernel's names."""
+"""8-bit matrix products with a scale per row of both operands, under sgl-kernel's names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def int8_scaled_mm(
     Args:
         mat_a: [M, K] int8.
         mat_b: [K, N] int8.
-        scales_a, scales_b, out_dtype, bias: as of `fp8_scaled_mm`.
+        scales_a, scales_b, out_dtype, bias: as in `fp8_scaled_mm`.
     Returns:
         [M, N].
     Raises:
@@ -80,8 +80,8 @@ def bmm_fp8(
         A: [b, M, K] float8_e4m3fn or float8_e5m2.
         B: [b, K, N] of these dtypes, not both float8_e5m2.
         A_scale, B_scale: one float32 each.
-        dtype: of the result: float32, bfloat16 or float16.
-        out: [b, M, N] of it, written and returned when given.
+        dtype: dtype of the result: float32, bfloat16 or float16.
+        out: [b, M, N] of that dtype, written and returned if given.
     Returns:
         [b, M, N].
     Raises:
@@ -97,7 +97,7 @@ def _scaled(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None)
 
 
 def _register(own: Op[..., Tensor], dtype: torch.dtype) -> None:
-    """Check and kernel of a product of codes of a dtype."""
+    """Register the check and the kernel of a product of codes of a dtype."""
     name = own.name
 
     @own.check

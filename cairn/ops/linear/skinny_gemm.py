@@ -13,17 +13,17 @@ from cairn.ops.linear.tuning import TUNING
 from cairn.ops.norm.launch import LONGEST
 
 TILE_TOKENS = 16
-"""Most tokens of these kernels; the library multiplies more."""
+"""Most tokens of these kernels; the library handles more."""
 
 
 class Around(NamedTuple):
-    """What is computed around a product.
+    """Operations fused with a product.
 
     Attributes:
         bias: [N], added.
         norm, eps: weight [K] of the rmsnorm that the input goes through first, and its eps.
-        gated: the result is silu of the first half of the numbers, times the second.
-        add: the result is added to what is in the output.
+        gated: the result is silu of the first half of the outputs, times the second half.
+        add: the result is added to the output.
     """
 
     bias: Tensor | None = None
@@ -34,11 +34,11 @@ class Around(NamedTuple):
 
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = False) -> bool:
-    """Whether these kernels take tokens [T, K] and a weight [N, K], and are faster than the
-    library, whose product can also add to what is there (`add`).
+    """Whether these kernels support tokens [T, K] and a weight [N, K], and are faster than the
+    library, whose product can also accumulate (`add`).
 
-    A tile of several tokens must fit a program's shared memory beside the rows of the weight, the
-    rows of both halves if `gated`.
+    A tile of several tokens must fit into shared memory together with rows of the weight (of both
+    halves if `gated`).
     """
     if not _takes(input, weight) or not 16 <= weight.shape[1] <= TUNING.skinny_most_width:
         return False
@@ -90,7 +90,7 @@ def _fits(input: Tensor, weight: Tensor, gated: bool) -> bool:
 
 
 def _tile_rows(outputs: int, width: int, tokens: int, gated: bool) -> int:
-    """Rows of a program; fewer where they are long, or where they are few and tokens are many."""
+    """Rows per program; fewer if rows are long, or if there are few rows and many tokens."""
     if outputs >= TUNING.skinny_many_rows:
         return 32
     if gated or (width <= TUNING.skinny_span and (tokens <= 8 or outputs > 1024)):
@@ -125,8 +125,7 @@ def multiply(input: Tensor, weight: Tensor, out: Tensor, around: Around) -> Tens
 
 
 def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
-    """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
-    holds."""
+    """Parts [splits, T, N] float32 whose sum is the product; requires `accepts_split`."""
     shape = (weight.shape[1] // TUNING.skinny_span, input.shape[0], weight.shape[0])
     parts = gpu.empty(shape, torch.float32, input.device)
     _tile(input, weight, parts, Around(), TUNING.skinny_split_rows, TUNING.skinny_span)
@@ -134,7 +133,7 @@ def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _tile(input: Tensor, weight: Tensor, out: Tensor, around: Around, rows: int, span: int) -> None:
-    """`tile_kernel`, each program with so many rows of the weight and columns of a span."""
+    """Launch `tile_kernel` with `rows` rows of the weight and `span` columns per program."""
     padded = gpu.next_power_of_2(span)
     warps = min(16, max(4, padded // 256))
     tile_kernel[(-(-out.shape[-1] // rows), weight.shape[1] // span)](

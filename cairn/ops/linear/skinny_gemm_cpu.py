@@ -1,4 +1,4 @@
-"""Products of few rows on the CPU: who takes them, and the call of their loops."""
+"""Launch of the CPU loops for products of few rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from cairn.ops.linear.skinny_gemm import Around
 from cairn.ops.linear.tuning import TUNING
 
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 2}
-"""For more the library's product is faster: so on two cores of an Intel Xeon with AMX."""
+"""Most rows for the loops, by dtype: with more, the library's product is faster (measured on two
+cores of an Intel Xeon with AMX)."""
 
 
 def accepts(input: Tensor, weight: Tensor) -> bool:
-    """Whether the loops take a product of input [..., K] with weight [N, K]."""
+    """Whether the loops support a product of input [..., K] with weight [N, K]."""
     width = weight.shape[1]
     return (
         0 < input.numel() <= MOST_ROWS.get(input.dtype, 0) * width

@@ -1,7 +1,7 @@
 """Launches of products of 17 to 128 tokens with the weights of a layer on a GPU.
 
 For small weights cuBLAS spends more time at the start and end of a kernel than on the product.
-These kernels prefetch their weight while the kernel in front still runs, and leave the sum over
+These kernels prefetch their weight while the previous kernel still runs, and leave the sum over
 split-K parts to the kernel of the next norm.
 """
 
@@ -22,8 +22,8 @@ GATED_ROWS = SPLIT_ROWS = 64
 
 
 def sums_in_norm(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the norm of a stream that a product is added to belongs behind that product; else in
-    front of the next one."""
+    """Whether the norm after a residual addition is fused with the product before it (which leaves
+    split-K parts); otherwise it is fused with the next product."""
     return (
         FEWEST <= input.shape[0] <= MOST
         or skinny_gemm.accepts_split(input, weight)
@@ -32,16 +32,17 @@ def sums_in_norm(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Some tokens [T, K] with their elements side by side, and a plain weight [N, K] of one layer.
+    """Whether these kernels support tokens [T, K] and a weight [N, K]: contiguous rows, and a
+    weight of a layer.
 
-    On a device the library's product is the faster one of float32, of weights that keep it busy for
-    more than one round of programs, and where no kernel is launched early.
+    The library is faster for float32, for weights that need more than one wave of programs, and
+    without PDL.
     """
     return _takes(input, weight) and _rows(weight, gated) > 0
 
 
 def accepts_split(input: Tensor, weight: Tensor) -> bool:
-    """The same where the sums are split."""
+    """`accepts` for split-K."""
     outputs = weight.shape[0]
     return (
         _takes(input, weight)
@@ -66,7 +67,7 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
 
 
 def _is_quick(input: Tensor) -> bool:
-    """Whether these kernels gain over cuBLAS on its device."""
+    """Whether these kernels are faster than cuBLAS on the device."""
     return input.dtype != torch.float32 and gpu.supports_pdl(input.device)
 
 
@@ -75,14 +76,14 @@ def _tokens(input: Tensor) -> int:
 
 
 def _bytes(input: Tensor) -> int:
-    """Most memory of the parts that a program has at once."""
+    """Shared memory of a program's parts."""
     tokens = _tokens(input)
     part = 2 * TUNING.panel_part if tokens == TUNING.panel_tokens else TUNING.panel_part
     return TUNING.panel_stages * (tokens + max(TUNING.panel_rows)) * part * input.element_size()
 
 
 def _rows(weight: Tensor, gated: bool) -> int:
-    """Rows of a program, 0 if too many programs were needed."""
+    """Rows per program; 0 if too many programs would be needed."""
     outputs = weight.shape[0]
     fitting = (
         rows
@@ -93,15 +94,14 @@ def _rows(weight: Tensor, gated: bool) -> int:
 
 
 def multiply(input: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False) -> Tensor:
-    """Write out [T, N], or of silu of the first half of the numbers, times the second, if `gated`;
-    all that `accepts` asks for holds."""
+    """Write out [T, N]: the product or, if `gated`, silu of its first half times the second half;
+    requires `accepts`."""
     _launch(input, weight, out, _rows(weight, gated), weight.shape[1], gated)
     return out
 
 
 def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
-    """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
-    holds."""
+    """Parts [splits, T, N] float32 whose sum is the product; requires `accepts_split`."""
     outputs, width = weight.shape
     splits = 1
     while (
@@ -118,7 +118,7 @@ def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, gated: bool) -> None:
-    """`panel_kernel`, each program with so many rows of the weight and columns of a span."""
+    """Launch `panel_kernel` with `rows` rows of the weight and `span` columns per program."""
     outputs, width = weight.shape
     tokens = _tokens(input)
     large = (
@@ -153,12 +153,12 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, rows: int, span: int, ga
 
 
 def add(parts: Tensor, residual: Tensor) -> None:
-    """residual [T, N] += the sum of parts [splits, T, N] in their order."""
+    """residual [T, N] += the sum of parts [splits, T, N], in order."""
     _add(parts, residual, None, residual, 0.0)
 
 
 def add_and_norm(parts: Tensor, residual: Tensor, norm: Tensor, eps: float) -> Tensor:
-    """The same; rmsnorm of the sum before it is rounded, [T, N]."""
+    """`add`, and the rmsnorm of the unrounded sum, [T, N]."""
     out = gpu.empty(residual.shape, residual.dtype, residual.device)
     _add(parts, residual, norm, out, eps)
     return out

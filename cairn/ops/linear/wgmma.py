@@ -23,8 +23,8 @@ def copy_parts(
     PDL: gl.constexpr,
     rows, columns, full, free, weight, tokens, first, second, begin, count,
 ):  # fmt: skip
-    """Copy two blocks of rows of the weight, and all tokens, part by part from number `begin` on,
-    each into the place of the one that many before it."""
+    """Copy two blocks of rows of the weight, and all tokens, part by part from part `begin` on, to
+    a ring of buffers."""
     STAGES: gl.constexpr = columns.shape[0]
     PART: gl.constexpr = rows.shape[2]
     BYTES: gl.constexpr = rows.dtype.primitive_bitwidth // 8
@@ -55,7 +55,7 @@ def sum_parts(
     GATED: gl.constexpr,
     rows, columns, full, free, out, out_stride, first, second, tokens, outputs, count,
 ):  # fmt: skip
-    """Add up the products of all parts, and write them."""
+    """Sum the products of all parts, and write them."""
     STAGES: gl.constexpr = columns.shape[0]
     ROWS: gl.constexpr = rows.shape[1]
     TOKENS: gl.constexpr = columns.shape[1]
@@ -79,7 +79,7 @@ def sum_parts(
 
 @gluon.jit
 def store_outputs(out, result, first, tokens, outputs, out_stride):
-    """Write the tokens' numbers from number `first` on."""
+    """Write the tokens' outputs from output `first` on."""
     LAYOUT: gl.constexpr = result.type.layout
     number = first + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     token = gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -97,12 +97,12 @@ def linear_groups_kernel(
     """out [tokens, outputs] = x W^T for all tokens and 2 ROWS rows of W.
 
     Args:
-        x, weight: as tables, in blocks [TOKENS, PART] and [ROWS, PART].
-        parts: of a row.
+        x, weight: tensor descriptors with blocks [TOKENS, PART] and [ROWS, PART].
+        parts: parts per row.
         TOKENS: tokens, padded to a power of two.
-        STAGES: parts that are held or on their way.
+        STAGES: pipeline stages of parts.
         GATED: W is [2 outputs, ...]; out is silu of the first half's product, times the second's.
-        SPLIT: out is [splits, tokens, outputs], the sums of some parts each.
+        SPLIT: out is [splits, tokens, outputs] (split-K).
         PDL: as in `await_previous`.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

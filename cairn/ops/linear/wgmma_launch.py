@@ -17,13 +17,14 @@ OPTIONS: dict[str, Any] = {
     "dtypes": (torch.bfloat16, torch.float16),
     "missing": "" if gpu.gl else "needs Triton 3.6",
 }
-"""Of implementations by these products."""
+"""Registration options of implementations by these kernels."""
 _ALIGNED = 16
-"""Bytes that a table's address and its lines' are multiples of."""
+"""Alignment in bytes of a table's address and row stride."""
 
 
 def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
-    """Some tokens [T, K] and a large weight [N, K] with enough rows for the device."""
+    """Whether these kernels support tokens [T, K] and a large weight [N, K] with enough rows for
+    the device."""
     if not _fits(input, weight):
         return False
     filled = TUNING.wgmma_wide_filled if _tokens(input) > 32 and not gated else TUNING.wgmma_filled
@@ -32,18 +33,18 @@ def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
 
 
 def sums_split(input: Tensor, weight: Tensor) -> bool:
-    """Whether `accepts_split` takes them wherever in memory they begin."""
+    """`accepts_split`, except alignment."""
     return _fits(input, weight) and weight.shape[0] <= LONGEST
 
 
 def accepts_split(input: Tensor, weight: Tensor) -> bool:
-    """Some tokens and a large weight, of any number of rows up to the longest norm, which adds up
-    what the sums are split into."""
+    """`accepts` for split-K, whose parts are summed by the next norm: weights of any number of rows
+    up to the longest norm."""
     return sums_split(input, weight) and _aligned(input, weight)
 
 
 def accepts_added(input: Tensor, weight: Tensor) -> bool:
-    """The same where nothing but the sum is wanted, and it is split."""
+    """`accepts_split` for a product that is only added, without a norm."""
     return (
         accepts_split(input, weight)
         and (_tokens(input) <= 32 or _bytes(weight) >= TUNING.wgmma_wide_split_bytes)
@@ -91,15 +92,14 @@ def _splits(input: Tensor, weight: Tensor) -> int:
 
 
 def multiply(input: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False) -> Tensor:
-    """Write out [T, N], or of silu of the first half of the numbers, times the second, if `gated`;
-    all that `accepts` asks for holds."""
+    """Write out [T, N]: the product or, if `gated`, silu of its first half times the second half;
+    requires `accepts`."""
     _launch(input, weight, out, 1, gated)
     return out
 
 
 def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
-    """Parts [splits, T, N] float32 whose sum is the product; all that `accepts_split` asks for
-    holds."""
+    """Parts [splits, T, N] float32 whose sum is the product; requires `accepts_split`."""
     splits = _splits(input, weight)
     parts = gpu.empty((splits, input.shape[0], weight.shape[0]), torch.float32, input.device)
     _launch(input, weight, parts, splits, False)
@@ -107,7 +107,7 @@ def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def _launch(input: Tensor, weight: Tensor, out: Tensor, splits: int, gated: bool) -> None:
-    """`linear_groups_kernel` with as many parts at once as a program has memory for."""
+    """Launch `linear_groups_kernel` with as many stages as fit into shared memory."""
     tokens, pdl = _tokens(input), gpu.supports_pdl(input.device)
     held = (2 * TUNING.wgmma_rows + tokens) * TUNING.wgmma_part * weight.element_size()
     stages = min(

@@ -1,6 +1,7 @@
 """From logits to tokens: penalties, filters of probabilities, the draw.
 
-What FlashInfer and sgl-kernel have in their module `sampling` is in `cairn.ops.sampling` too.
+The functions of FlashInfer's and sgl-kernel's modules `sampling` are importable from
+`cairn.ops.sampling` too.
 """
 
 from cairn.ops.sampling.min_p_renorm_probs import min_p_renorm_probs

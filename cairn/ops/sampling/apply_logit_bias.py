@@ -15,7 +15,7 @@ BLOCK = 128
 
 @op(mutates=("logits",))
 def apply_logit_bias(logits: Tensor, index: Tensor, bias: Tensor) -> None:
-    """logits[row, token] += bias in place; entries that name the same place add up.
+    """logits[row, token] += bias in place; repeated entries are summed.
 
     Args:
         logits: [B, V] float32.
@@ -41,7 +41,7 @@ def _entries(call: Call) -> bool:
 
 @apply_logit_bias.implementation("triton", devices=gpu.DEVICES, when=_entries, replayed=True)
 def _(call: Call) -> None:
-    """One atomic addition for each entry, where torch sorts them."""
+    """One atomic addition per entry; torch would sort the entries."""
     count = len(call.bias)
     if count:
         bias_kernel[(-(-count // BLOCK),)](

@@ -17,9 +17,9 @@ from cairn.ops.sampling.kernels.adjust import penalties_kernel
 from cairn.ops.sampling.launch import MOST_ROWS
 
 BLOCK, WARPS, ALIGNED = 512, 4, 32
-"""Tokens and warps of a program, which begins at a line of memory."""
+"""Tokens and warps per program; programs begin at multiples of ALIGNED elements in memory."""
 PDL_BLOCK = 256
-"""Tokens where it is launched before the kernel in front is done."""
+"""Tokens per program when launched with PDL."""
 
 
 @op(mutates=("logits",))
@@ -34,8 +34,8 @@ def apply_penalties(
     """Penalise logits in place, with vLLM's semantics and order.
 
     First repetition (Keskar et al. 2019, section 4.1): tokens of the prompt or the output have
-    positive logits divided, others multiplied by it. Then, over the output alone,
-    logit -= frequency * count + presence * (count > 0), as in OpenAI's API.
+    positive logits divided, others multiplied by it. Then, for tokens of the output only, logit -=
+    frequency * count + presence * (count > 0), as in OpenAI's API.
 
     Args:
         logits: [B, V] float32.

@@ -15,7 +15,7 @@ from cairn.ops.sampling.arguments import check_rows
 
 @op
 def argmax_tokens(logits: Tensor) -> Tensor:
-    """The token with the largest logit, of equal ones the lowest.
+    """The token with the largest logit; ties go to the lowest id.
 
     Args:
         logits: [n, V] float32.

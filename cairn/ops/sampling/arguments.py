@@ -1,4 +1,4 @@
-"""What the samplers and filters share: the looks at their arguments, and parameters as tensors."""
+"""Argument checks, and conversion of parameters to tensors, shared by samplers and filters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def check_rows(op: str, name: str, rows: Tensor, dtypes: tuple[torch.dtype, ...]
 def check_parameter(
     op: str, name: str, parameter: Tensor, rows: Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Raise BadArgument unless a parameter is [B], one number for each of `rows` [B, V]."""
+    """Raise BadArgument unless a parameter is [B], one value per row of `rows` [B, V]."""
     expect(op, name, parameter, rows.shape[:1], dtypes, like=rows)
 
 
 def check_indices(op: str, indices: Tensor, rows: Tensor) -> None:
-    """Raise BadArgument unless indices are [N], each of one of `rows` [B, V]."""
+    """Raise BadArgument unless indices are [N] and in range for `rows` [B, V]."""
     expect(op, "indices", indices, (None,), INDICES, like=rows)
     expect_within(op, "indices", indices, len(rows))
 
@@ -37,7 +37,7 @@ def check_filters(
     top_p: Tensor | None,
     min_p: Tensor | None = None,
 ) -> None:
-    """`check_parameter` of the filters that there are."""
+    """`check_parameter` for the filters that are not None."""
     if top_k is not None:
         check_parameter(op, "top_k", top_k, rows, INDICES)
     for name, share in (("top_p", top_p), ("min_p", min_p)):
@@ -46,8 +46,8 @@ def check_filters(
 
 
 def counts(op: str, name: str, value: Tensor | int, rows: Tensor) -> Tensor:
-    """A number of tokens, or one for each of `rows` [B, V], as integers [B]; of numbers below 1 and
-    above V any stands for all."""
+    """A number of tokens, or one per row of `rows` [B, V], as integers [B]; values below 1 or above
+    V mean all tokens."""
     if isinstance(value, Tensor):
         check_parameter(op, name, value, rows, INDICES)
         return value.contiguous()
@@ -56,7 +56,7 @@ def counts(op: str, name: str, value: Tensor | int, rows: Tensor) -> Tensor:
 
 
 def shares(op: str, name: str, value: Tensor | float, rows: Tensor) -> Tensor:
-    """A number, or one for each of `rows` [B, V], as float32 [B]; 1 may come as an integer."""
+    """A number, or one per row of `rows` [B, V], as float32 [B]; the integer 1 is allowed."""
     if isinstance(value, Tensor):
         check_parameter(op, name, value, rows, (*FLOATS, torch.float64, *INDICES))
         return value.float().contiguous()
@@ -67,8 +67,8 @@ def shares(op: str, name: str, value: Tensor | float, rows: Tensor) -> Tensor:
 def rows_of_outputs(
     op: str, rows: Tensor, indices: Tensor | None, *parameters: Tensor | float
 ) -> tuple[Tensor, Tensor | None]:
-    """(rows [B, V], indices [N]) as they are; or, where a parameter is [N] and not [B], the row of
-    each output and None. Then parameters are the outputs', as FlashInfer has them."""
+    """(rows [B, V], indices [N]) unchanged; or, if a parameter is [N] and not [B], the gathered
+    rows and None: then parameters are per output, as in FlashInfer."""
     if indices is not None:
         check_indices(op, indices, rows)
         tensors = [value for value in parameters if isinstance(value, Tensor)]
@@ -88,7 +88,8 @@ def _number(op: str, name: str, value: float) -> float:
 def drawn_uniforms(
     op: str, rows: Tensor, indices: Tensor | None, generator: torch.Generator | None
 ) -> Tensor:
-    """A uniform number in [0, 1) for every output: of each of `indices`, or of `rows` [B, V]."""
+    """A uniform number in [0, 1) per output: one for each of `indices` or, without them, each of
+    `rows` [B, V]."""
     if generator is not None and generator.device.type != rows.device.type:
         problem = f"is for {generator.device.type}, probabilities lie on {rows.device}"
         refuse(op, "generator", problem)
@@ -99,7 +100,8 @@ def drawn_uniforms(
 
 
 def check_order(op: str, order: str) -> bool:
-    """Whether "joint" is meant and not "top_k_first"; raises BadArgument for other words."""
+    """Whether the order is "joint" (rather than "top_k_first"); raises BadArgument for other
+    values."""
     if order not in ("top_k_first", "joint"):
         hint = "It is 'top_k_first' or 'joint'"
         refuse(op, "filter_apply_order", f"is {order!r}", hint)

@@ -104,7 +104,7 @@ def _(draw: Draw) -> Points:
     for rows, vocabulary in draw.logits():
         logits = draw.randn(rows, vocabulary, dtype=torch.float32, scale=3.0)
         seeds, temperature = draw.randint(0, 1 << 62, rows), draw.full((rows,), 0.8)
-        # A few tokens have nearly all of the mass, as with trained models.
+        # A few tokens have nearly all of the probability mass, as with trained models.
         peaked = logits * logits.abs() / 10
         filters = (
             *(("no filter", logits, -1, 1.0), ("top 50 and 0.95", logits, 50, 0.95)),

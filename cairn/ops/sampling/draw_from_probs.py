@@ -1,4 +1,4 @@
-"""Draw tokens of rows of probabilities, filtered or as they are."""
+"""Draw tokens from rows of probabilities, with or without filters."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def draw_from_probs(
         probs: [B, V] float32 >= 0, not necessarily normalised.
         uniform: [N] float32 in [0, 1).
         top_k, top_p, min_p: [B], as in top_k_renorm_probs, top_p_renorm_probs and
-            min_p_renorm_probs, one after the other; None: no such filter.
+            min_p_renorm_probs, applied in this order; None: no such filter.
         indices: [N] int32 or int64, the row of each output; None: all, in order (N = B).
-        joint: top-p looks at the probabilities before top-k, not after it.
+        joint: top-p uses the probabilities before top-k, not after it.
     Returns:
         [N] int32.
     """
@@ -55,8 +55,8 @@ def draw_from_probs(
 
 
 def _first_above(running: Tensor, row: Tensor, bound: Tensor) -> Tensor:
-    """Where each row [N] of the ascending running [B, V] first exceeds bound [N]: by halves, since
-    there may be far more draws than rows and no copy of a row for each has room."""
+    """First index at which each row [N] of the ascending running [B, V] exceeds bound [N]: by
+    bisection, because there may be far more draws than rows, too many to copy a row for each."""
     low = torch.zeros_like(row)
     high = torch.full_like(row, running.shape[1])
     for _ in range(running.shape[1].bit_length()):

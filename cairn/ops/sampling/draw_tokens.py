@@ -1,4 +1,4 @@
-"""From logits to a drawn token of every row, each with parameters of its own."""
+"""Sampling of one token per row of logits, with parameters per row."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ def draw_tokens(
 ) -> Tensor:
     """softmax(logits / temperature), top-k, top-p, min-p, then one draw; or the largest logit.
 
-    A row's token depends on nothing but the row: its neighbours, and how many they are, change not
-    even the rounding.
+    A row's token depends on the row only: other rows, and their number, do not even change the
+    rounding.
 
     Args:
         logits: [n, V] float32.
-        temperature: [n] float32, 0 or normal numbers > 0; 0: `argmax_tokens`, whatever the others.
+        temperature: [n] float32, 0 or normal numbers > 0; 0: `argmax_tokens`, ignoring the other
+            parameters.
         top_k, top_p, min_p: [n], as in top_k_renorm_probs, top_p_renorm_probs and
             min_p_renorm_probs.
         seed, index: [n] int64, as in counter_uniform.

@@ -1,8 +1,8 @@
-"""Which pages are the best of one token and KV head.
+"""Kernels that select the best pages per token and KV head.
 
-First the topk blocks of largest maximum, which hold all of the topk best candidates, then those
-among their members, in the order of their pages. All of these reach the least of the maxima, and
-not many others do: of many tokens, the members that do are listed first.
+First the topk blocks with the largest maxima are found, which contain all of the topk best
+candidates; then the best among their members, in the order of pages. All of these reach the least
+of the topk maxima, and few others do: with many tokens, the members that reach it are listed first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cairn.ops.select_k.kernels import largest, ordered
 @triton.jit
 def head_normalisers(tops, sums, window, NORMALISED: tl.constexpr):
     """[GP]: logaddexp of the window's lse and the blocks' (tops, sums [BLOCKS, GP]) logarithms of
-    summed exponentials; 0 where not asked for, and where there is nothing to sum."""
+    summed exponentials; 0 if not NORMALISED, or if there is nothing to sum."""
     normaliser = tl.zeros_like(window)
     if NORMALISED:
         base = tl.maximum(tl.max(tops, 0), window)
@@ -29,11 +29,11 @@ def head_normalisers(tops, sums, window, NORMALISED: tl.constexpr):
 def winners_of(
     best, reached, topk, indices, K: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr
 ):
-    """The candidates [K * CB] of the topk best of `reached` blocks, best [BLOCKS] their maxima, and
-    how many these are; and the least maximum of them, as `ordered`.
+    """The candidates [K * CB] in the topk best of `reached` blocks, given the blocks' maxima best
+    [BLOCKS]; the number of these candidates; and the least of the topk maxima, as an `ordered` key.
 
-    indices: room for topk numbers, in which the winners line up: to compare every place with every
-    block takes longer than all else here.
+    indices: memory for topk integers, in which winning blocks are compacted: comparing every output
+    position with every block would take longer than all the rest.
     """
     b = tl.arange(0, BLOCKS)
     k = tl.arange(0, K)
@@ -50,8 +50,8 @@ def winners_among(
     c, total, bound, tops, reached, topk, indices,
     K: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """`winners_of` the maxima at tops, where there are more than K and they are the first BLOCKS at
-    most; and what was found of fewer, where bound > 0."""
+    """`winners_of` applied to the maxima at `tops` if there are more than K blocks and at most
+    BLOCKS; otherwise the given c, total and bound."""
     if (reached > K) & (reached <= BLOCKS) & (bound == 0):
         b = tl.arange(0, BLOCKS)
         best = tl.load(tops + b, mask=b < reached, other=float("-inf"))
@@ -65,11 +65,11 @@ def choose_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
     KB: tl.constexpr, BLOCKS: tl.constexpr, CB: tl.constexpr, NORMALISED: tl.constexpr,
 ):  # fmt: skip
-    """The topk best of one of a few tokens and a KV head, from u [T, KV_HEADS, pages, group] and
-    its blocks.
+    """Select the topk best pages of one token and KV head, for few tokens, from u [T, KV_HEADS,
+    pages, group] and the maxima of its blocks.
 
     Args:
-        K: topk, padded to a power of two; KB = min(K, BLOCKS); BLOCKS: blocks, padded.
+        K: topk, padded to a power of two. KB: min(K, BLOCKS). BLOCKS: number of blocks, padded.
     """
     kv = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -82,9 +82,9 @@ def choose_kernel(
     if NORMALISED:
         at = lse + token * HEADS + kv * group + g
         window = tl.load(at, mask=g < group, other=float("-inf"))
-    # Few programs run, bound by load latency, so all loads are issued independently: blocks without
-    # a candidate are masked afterwards, and the members of the first blocks, which suffice unless
-    # there are many candidates, are loaded at once.
+    # Few programs run, and load latency dominates, so all loads are issued independently: blocks
+    # without a candidate are masked afterwards, and the members of the first blocks, which suffice
+    # unless there are many candidates, are loaded at once.
     at = (line * blocks + b)[:, None] * group + g[None, :]
     shown = (b < blocks)[:, None] & heads
     tops = tl.load(part_best + at, mask=shown, other=float("-inf"))
@@ -121,7 +121,7 @@ def choose_kernel(
 def store_best(
     page, score, inside, total, topk, indices, scores, N: tl.constexpr, SCORED: tl.constexpr
 ):
-    """Write those pages [N] whose scores are `largest`, and with SCORED these."""
+    """Write the pages [N] with the topk largest scores and, with SCORED, the scores."""
     taken, order, _ = largest(score, inside, total, topk, N)
     tl.store(indices + order, page, mask=taken)
     if SCORED:
@@ -135,14 +135,15 @@ def choose_best_kernel(
     KV_HEADS: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, BLOCKS: tl.constexpr,
     CB: tl.constexpr, LEVELS: tl.constexpr, FEW: tl.constexpr, SCORED: tl.constexpr,
 ):  # fmt: skip
-    """The topk best of one of many tokens and a KV head, from score [T, KV_HEADS, pages] and the
-    maxima of its blocks.
+    """Select the topk best pages of one token and KV head, for many tokens, from score [T,
+    KV_HEADS, pages] and the maxima of its blocks.
 
     Args:
-        listed, listed_score: [T, KV_HEADS, FEW], room for candidates that reach the bound.
+        listed, listed_score: [T, KV_HEADS, FEW], workspace for candidates that reach the bound.
         K, KB, BLOCKS: as in `choose_kernel`.
-        LEVELS: BLOCKS or a half of them are searched, and so on, as few as a token reaches.
-        SCORED: the winners' scores go to scores.
+        LEVELS: the search uses BLOCKS, BLOCKS / 2, ... blocks, the smallest number that covers a
+            token's candidates.
+        SCORED: write the winners' scores to `scores`.
     """
     line = tl.program_id(1).to(tl.int64) * KV_HEADS + tl.program_id(0)
     score += line * pages

@@ -1,14 +1,15 @@
-"""Kernels that landmark_attention has of its own, for few tokens, and what they are made of.
+"""Kernels of landmark_attention for few tokens, and their building blocks.
 
-A selected page's share of a layer's softmax is exp of its score, and the window's is exp of its
-lse: pages and splits of the window are states of one ordinary merge. So the window's splits and the
-scores need nothing of each other, and run side by side in `scan`; neither do the summaries of the
-pages that the step completes, which no token of the step has for a candidate. `pick` finds the best
-of every chunk of candidates, and `read` the best of those, whose pages it reads. They are launches
-of their own here, and programs of one launch in `step`, where they count and wait for each other.
+A selected page's weight in a layer's softmax is exp of its score, and the window's is exp of its
+lse: selected pages and splits of the window are partial states of one ordinary merge. So the
+window's splits and the scores are independent and run concurrently in `scan`, as do the summaries
+of pages that the step completes, which are not candidates of its tokens. `pick` finds the best
+candidates of every chunk; `read` finds the best of those and attends to their pages. Here they are
+separate launches; in `step` they are programs of one launch that wait for each other by counters.
 
-With PDL a launch begins before the one in front is done, and waits for it; what no step changes
-while it runs (row, slot, page table, the summaries of earlier steps) is read before.
+With PDL a launch begins before the previous one has finished, and then waits for it; inputs that no
+kernel of the step changes (row, slot, page table, summaries of earlier steps) are read before the
+wait.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def load_summaries(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Keys [TILE, GP, DP] and biases [TILE, GP] float32 of some pages and heads, read once."""
+    """Load keys [TILE, GP, DP] and biases [TILE, GP] float32 of some pages and heads."""
     d = tl.arange(0, DP)
     page = page.to(tl.int64)
     shown = inside[:, None] & own[None, :]
@@ -54,12 +55,13 @@ def score_tiles(
     SIZE: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """u [T, HEADS, pages] of a token's candidates for the heads of one KV head; and the maximum
-    and sum of exponentials of this program's, [T, KV_HEADS, programs, group].
+    """Write u [T, HEADS, pages] of a token's candidates for the heads of one KV head, and the
+    maximum and sum of exponentials of this program's candidates, [T, KV_HEADS, programs, group].
 
     Args:
-        pages: room for candidates, a multiple of 16.
-        program, programs: this program's share of the tiles of TILE candidates.
+        pages: allocated candidates per row, a multiple of 16.
+        program, programs: index of this program and number of programs that share the tiles of TILE
+            candidates.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     candidates = candidates_of(slot, token, offset, SIZE)
@@ -83,7 +85,7 @@ def score_tiles(
     summed = tl.zeros([TILE, GP], tl.float32)
     for _ in range(program * TILE, candidates, step):
         # Prefetch the next tile, and the page-table entries of the one after it, while this one is
-        # added up.
+        # summed.
         next_summary, next_extra = load_summaries(
             key, bias, next_page, c + step < candidates, head, own, page_stride, head_stride,
             HEADS, KEY_HEADS, DIM, DP, BIAS,
@@ -120,13 +122,13 @@ def scan(
     KEYS: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
     STORES: tl.constexpr, SINGLE: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The first `splits` programs attend the window of a token and KV head, `programs` score, and
-    STORES share the group's heads, to store their summaries of the page whose last slot the token
-    is in, if it is.
+    """The first `splits` programs attend to the window of a token and KV head, the next `programs`
+    score candidates, and STORES programs store the summaries of the page that the token completes,
+    if it does, each for a part of the group's heads.
 
     Args:
-        near_table: where k_cache and v_cache have the pages; page_table: where the summaries are.
-        scanned: counts those that attend, and those that have something to score; or None.
+        near_table: page table of k_cache and v_cache. page_table: page table of the summaries.
+        scanned: counter of the programs that have attended or scored; or None.
         ROWS, GP: heads of the group, padded to a power of two, ROWS >= 16.
         PAGE: SIZE, padded to a power of two >= 16.
         STORES: 0, or a divisor of the group's heads.
@@ -142,7 +144,7 @@ def scan(
         if scanned is not None:
             arrive(scanned)
     elif program < splits + programs:
-        # The row's length decides how many programs have work.
+        # The number of programs with work depends on the row's length.
         if (program - splits) * TILE < candidates_of(slot, token, offset, SIZE):
             score_tiles(
                 lmk_q, key, bias, slot, row, page_table, u, tops, sums,
@@ -258,19 +260,20 @@ def pick(
     TILE: tl.constexpr, K: tl.constexpr, SHORT: tl.constexpr, LEVELS: tl.constexpr,
     PROGRAMS: tl.constexpr, SPLITS: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The topk best of a chunk of candidates of one token and KV head, in order of their pages.
+    """Select the topk best of a chunk of candidates of one token and KV head, in order of their
+    pages.
 
     found_page (logical; -1 where there are fewer), found_at (physical) and found_value: [T,
-    KV_HEADS, chunks, topk]. Chunks behind the last candidate are not written. lse [T, HEADS] of the
-    window, from its splits'.
+    KV_HEADS, chunks, topk]. Chunks beyond the last candidate are not written. Also writes the
+    window's lse [T, HEADS], merged from its splits.
 
     Args:
-        scanned: as in `scan`; picked: counts the chunks that have a candidate, and the first; or
-            None.
+        scanned: as in `scan`; picked: counter of finished chunks (those with a candidate, and the
+            first); or None.
         K, PROGRAMS, SPLITS: topk, programs and splits, padded to a power of two.
-        TILE: candidates that the scan's programs took at a time.
-        SHORT, LEVELS: a chunk has SHORT << LEVELS - 1 candidates; of one that is not full, half as
-            many will do, or SHORT. A row's length decides, not the longest that there could be.
+        TILE: tile size of the scan.
+        SHORT, LEVELS: a chunk has SHORT << (LEVELS - 1) candidates; for a partial chunk a smaller
+            power-of-two multiple of SHORT is used, chosen by the row's actual length.
     """
     candidates = candidates_of(slot, token, offset, SIZE)
     begin = chunk * (SHORT << (LEVELS - 1))
@@ -314,10 +317,10 @@ def pages_at(
     found_page, found_at, found_value, line, candidates, place, topk, chunks,
     CHUNK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """The selection's pages at some places, logical (-1 where nothing is) and physical, int32.
+    """Logical (-1: none) and physical page ids, int32, at some positions of the selection.
 
     Args:
-        place: [N] int32; those from topk on are nobody's.
+        place: [N] int32 positions; those from topk on are masked.
         LISTED: chunks * topk, padded to a power of two.
     """
     found_page += line * chunks * topk
@@ -351,19 +354,19 @@ def read(
     LISTED: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every `reads`-th of the selected pages of one token and KV head, so that few are shared out
-    too: their average and the logarithm of their summed weight, part_o [T, HEADS, parts, DIM] and
-    part_lse [T, HEADS, parts] from place `first` on; and their places in indices [T, KV_HEADS,
-    topk] and scores [T, HEADS, topk].
+    """Attend to every `reads`-th of the selected pages of one token and KV head (strided, so that
+    few pages are distributed too). Writes their weighted average and the logarithm of their summed
+    weight to part_o [T, HEADS, parts, DIM] and part_lse [T, HEADS, parts] from index `first` on,
+    and their entries of indices [T, KV_HEADS, topk] and scores [T, HEADS, topk].
 
     Args:
-        frame_of: [KV_HEADS, total_pages], where k_frames and v_frames have a page; below 0:
-            nowhere, it is read from k_cache and v_cache. None: all are.
-        u: of `score_tiles`; found_page, found_at and found_value: of `pick`.
+        frame_of: [KV_HEADS, total_pages], frame of each page; below 0: the page is read from
+            k_cache and v_cache. None: all pages are.
+        u: from `score_tiles`. found_page, found_at, found_value: from `pick`.
         picked: as in `pick`.
         LISTED: as in `pages_at`.
         GP: heads of the group, padded to a power of two, >= 16.
-        EACH: pages of a program at most, padded to a power of two.
+        EACH: most pages per program, padded to a power of two.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     line = token * KV_HEADS + kv

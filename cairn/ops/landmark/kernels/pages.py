@@ -1,14 +1,14 @@
-"""Kernels of page_attention: attention inside each selected page, weighed by the page.
+"""Kernels of page_attention: attention inside each selected page, multiplied by the page's weight.
 
-Few tokens: `pages_kernel` runs a few pages of one token and KV head. Many tokens share pages, so
-there the pairs of token and selected page are sorted by page, by counting: `count_kernel` numbers
-the pairs of every page, `place_kernel` gives every page its stretch of the sorted pairs, and
-`order_kernel` sorts and cuts them into units of work. `unit_kernel` then holds a page on the chip
-while its tokens pass by, and `reduce_kernel` adds up the pages of every token.
+Few tokens: `pages_kernel` processes a few pages of one token and KV head. Many tokens share pages,
+so their (token, selected page) pairs are sorted by page (counting sort): `count_kernel` counts and
+numbers the pairs of every page, `place_kernel` assigns every page a range of the sorted pairs, and
+`order_kernel` sorts the pairs and cuts them into units of work. `unit_kernel` then keeps a page in
+shared memory for all of its tokens, and `reduce_kernel` sums the pages of every token.
 
-The pages of all KV heads are the lines: line = KV head * pages + physical page. A pair is a place
-in `indices` [T, KV_HEADS, topk]. Where pages and pairs come to lie depends on the order in which
-programs run; what is computed for a pair, and the order of the sums, do not.
+Pages of all KV heads are numbered as lines: line = KV head * pages + physical page. A pair is an
+entry of `indices` [T, KV_HEADS, topk]. The positions of pages and pairs in the sorted order depend
+on the order in which programs run; the result of a pair and the order of the sums do not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def page_output(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(weighted values [M, DP], sum of the weights [M]) of query [M, DP] in the page at `line`;
-    the weights of a page that is not there are no numbers to use. A token reads a page once."""
+    for missing pages the results are undefined. Loads evict first, because a token reads a page
+    once."""
     t = tl.arange(0, KEYS)
     inside = t < SIZE - 1
     shown = inside & there
@@ -46,8 +47,8 @@ def sum_line(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GP: tl.constexpr,
     DP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """o [T, HEADS, DIM] of one token and KV head: the sum of its splits, parts [T, HEADS, splits,
-    DIM], which programs of the same launch stored. AHEAD of them are on their way at a time."""
+    """Write o [T, HEADS, DIM] of one token and KV head: the sum of its splits, parts [T, HEADS,
+    splits, DIM], stored by programs of the same launch. AHEAD of them are loaded at a time."""
     group: tl.constexpr = HEADS // KV_HEADS
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
@@ -70,8 +71,8 @@ def pages_kernel(
     EACH: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """`each` selected pages of one token and KV head: parts [T, HEADS, splits, DIM] float32; and
-    their sum, o [T, HEADS, DIM] float32, by the last of the splits.
+    """Attend to `each` selected pages of one token and KV head: parts [T, HEADS, splits, DIM]
+    float32; the last split to finish writes their sum, o [T, HEADS, DIM] float32.
 
     Args:
         counters: [T * KV_HEADS, APART], all 0, see `arrivals`; None: one split, parts is o.
@@ -99,7 +100,7 @@ def pages_kernel(
     known = tl.load(table + logical, mask=logical >= 0, other=0)
     acc = tl.zeros([ROWS, DP], tl.float32)
     at_head = kv.to(tl.int64) * head_stride
-    # Places after the last page found are empty.
+    # Positions after the last selected page are empty.
     for i in range(tl.max(tl.where(logical >= 0, e + 1, 0), 0)):
         page = tl.sum(tl.where(e == i, known, 0), 0).to(tl.int64)
         found = tl.max(tl.where(e == i, logical, -1), 0) >= 0
@@ -123,8 +124,8 @@ def count_kernel(
     indices, row, page_table, counts, lines, ranks, pairs, pages, table_stride, topk,
     KV_HEADS: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """counts [KV_HEADS * pages, APART], 0 before: in front, the pairs of every line; and for every
-    pair its line (-1: no page) and its number there."""
+    """Count the pairs of every line in the first column of counts [KV_HEADS * pages, APART],
+    initially 0; for every pair write its line (-1: no page) and its number within the line."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     logical = tl.load(indices + pair, mask=inside, other=-1)
@@ -143,12 +144,12 @@ def place_kernel(
     counts, cursors, sizes, starts, units, lines,
     MOST: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Give every line a stretch of the sorted pairs, and a unit of work for each MOST of them.
+    """Assign every line a range of the sorted pairs, and a unit of work per MOST pairs.
 
     Args:
-        counts: [lines, APART], in front the pairs of every line.
-        cursors: [2], 0 before: the pairs and the units given away so far.
-        sizes, starts, units: [lines], its pairs and the first of each.
+        counts: [lines, APART]; the first column is the number of pairs of every line.
+        cursors: [2], initially 0: pairs and units assigned so far.
+        sizes, starts, units: [lines], number of pairs, first pair and first unit of every line.
     """
     line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = line < lines
@@ -167,8 +168,8 @@ def order_kernel(
     unit_line, unit_first, unit_pairs, pairs, topk,
     KV_HEADS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sort the pairs by line: places [pairs], where each goes (-1: no page), and tokens [pairs], of
-    what goes there; and what line a unit is of, and which places."""
+    """Sort the pairs by line: write places [pairs], the sorted position of each pair (-1: no page),
+    tokens [pairs], the token at each position, and the line and range of every unit."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = tl.load(lines + pair, mask=pair < pairs, other=-1)
     found = line >= 0
@@ -194,8 +195,8 @@ def unit_kernel(
     GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr,
     POSITIVE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """parts [pairs, group, DIM], in sorted order: the attention of every pair inside its page;
-    PAIRS at once. POSITIVE: scale > 0."""
+    """Write parts [pairs, group, DIM], in sorted order: the attention of every pair inside its
+    page, PAIRS per iteration. POSITIVE: scale > 0."""
     group: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, PAIRS * GP)
     t = tl.arange(0, KEYS)
@@ -233,8 +234,8 @@ def unit_kernel(
 
 @triton.jit
 def layer_totals(score, window, SOFTMAX1: tl.constexpr):
-    """[M] what to take off the scores [M, K] of every line, the sum that their exponentials have
-    with those of the window's lse [M] and, with SOFTMAX1, a zero, and exp(window - base)."""
+    """For every row of scores [M, K]: the maximum to subtract (base) [M]; the sum of exponentials
+    of the scores, of the window's lse [M] and, with SOFTMAX1, of a zero; and exp(window - base)."""
     base = tl.maximum(tl.max(score, 1), window)
     if SOFTMAX1:
         base = tl.maximum(base, 0.0)
@@ -247,7 +248,7 @@ def layer_totals(score, window, SOFTMAX1: tl.constexpr):
 
 @triton.jit
 def load_scores(scores, line, topk, own, K: tl.constexpr):
-    """[M, K] scores of the lines [M] of scores [.., topk]; -inf where there is none."""
+    """Load the rows `line` [M] of scores [.., topk] as [M, K]; -inf in the padding."""
     k = tl.arange(0, K)
     shown = own[:, None] & (k < topk)[None, :]
     return tl.load(scores + line[:, None] * topk + k[None, :], mask=shown, other=float("-inf"))
@@ -259,10 +260,10 @@ def reduce_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """o [T, HEADS, DIM]: the weighted sum of a token's pairs, for the heads of one KV head.
+    """Write o [T, HEADS, DIM]: the weighted sum of a token's pairs, for the heads of one KV head.
 
     Args:
-        places: [T, KV_HEADS, topk], where each pair lies in parts; -1: nowhere.
+        places: [T, KV_HEADS, topk], index of each pair in parts; -1: none.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     place = tl.program_id(0).to(tl.int64)

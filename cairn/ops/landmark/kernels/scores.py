@@ -1,9 +1,10 @@
-"""Scores of many tokens for Hopper, see `select`: groups of warps that take turns at the tensor
+"""Page scores of many tokens for Hopper (see `select`), by warp groups that alternate on the tensor
 cores.
 
-A program holds the queries of 128 tokens. Four warps have keys of pages copied, head by head; each
-half of the tokens is another four's, which multiply while the others add up. A bias is three more
-columns of a key, which meet ones in the query: adding it afterwards, each number, takes longer.
+A program holds the queries of 128 tokens. One warp group copies keys of pages, head by head; two
+more handle half of the tokens each, and one multiplies while the other accumulates. A bias is added
+by the product: three more columns of a key, multiplied with ones in the query. Adding it to each
+element afterwards takes longer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from cairn.ops.wgmma import tell
 
 @gluon.jit
 def row_behind(row, slot, begin, tokens, offset, size, last):
-    """The least row above `last` of which there are tokens, and the most candidates of one."""
+    """The next row after `last` that has tokens in the tile, and the largest number of candidates
+    of these tokens."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     token = begin + gl.arange(0, 128, layout=FLAT)
     alive = token < tokens
@@ -27,7 +29,7 @@ def row_behind(row, slot, begin, tokens, offset, size, last):
 
 @gluon.jit
 def pages_of(table, start, most, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """The pages of candidates start .. start + BLOCK - 1 of a row; 0 from `most` on."""
+    """Physical pages of candidates start .. start + BLOCK - 1 of a row; 0 from `most` on."""
     c = start + gl.arange(0, BLOCK, layout=LAYOUT)
     return gl.load(table + c, mask=c < most, other=0).to(gl.int64)
 
@@ -58,7 +60,7 @@ def copy_pages(
     shared, keys, strides, tile, where, scale,
     HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Have keys of pages copied, as tiles become free, for one head after the other."""
+    """Copy keys of pages to shared memory as tiles become free, one head after the other."""
     _, ring, columns, full, free = shared
     key, bias, page_table = keys
     row, slot, begin, tokens, offset, size = tile
@@ -115,7 +117,7 @@ def load_queries(
     queries, lmk_q, begin, tokens, first_head,
     WHICH: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Fill the tiles of half of the tokens, one for each of GROUP heads."""
+    """Load the queries of half of the tokens to shared memory, one tile per head of the group."""
     DIM: gl.constexpr = queries.shape[2]
     PARTS: gl.constexpr = DIM // 8
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // PARTS, PARTS], [4, 1], [1, 0])
@@ -133,7 +135,7 @@ def load_queries(
 
 @gluon.jit
 def ones_of(SCORES: gl.constexpr):
-    """[64, 16] that meets `columns_of`, in registers."""
+    """The operand [64, 16] of ones that is multiplied with `columns_of`, in registers."""
     ONES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     column = gl.arange(0, 16, layout=gl.SliceLayout(0, ONES))[None, :]
     none = gl.zeros([64, 16], gl.bfloat16, layout=ONES)
@@ -142,7 +144,8 @@ def ones_of(SCORES: gl.constexpr):
 
 @gluon.jit
 def products(query, shared, step, ones, none, BIAS: gl.constexpr):
-    """A head's queries times the keys of a step, once they are there, and the bias: on its way."""
+    """Start the wgmma of a head's queries with the keys of a step, once these are loaded, including
+    the bias."""
     _, ring, columns, full, _ = shared
     STAGES: gl.constexpr = ring.shape[0]
     stage = step % STAGES
@@ -158,7 +161,7 @@ def products(query, shared, step, ones, none, BIAS: gl.constexpr):
 
 @gluon.jit
 def worth(products, scale, normalisers, g, tokens, alive, NORMALISED: gl.constexpr):
-    """Scores by one head, less its normalisers."""
+    """Scores of one head minus its normalisers."""
     value = products * scale
     if NORMALISED:
         value -= gl.load(normalisers + g * tokens, mask=alive, other=0.0)[:, None]
@@ -207,7 +210,7 @@ def score_pages(
                 step += 1
             else:
                 for g in range(0, GROUP, 2):
-                    # The products of a second head run while the first's are used.
+                    # The product of the next head runs while that of this head is used.
                     query = queries.index(WHICH * GROUP + g)
                     value = products(query, shared, step, ones, none, BIAS)
                     query = queries.index(WHICH * GROUP + g + 1)
@@ -227,14 +230,14 @@ def score_pages(
 
 @gluon.jit
 def store_scores(found, best, own, mine, line, start, CB: gl.constexpr):
-    """Write a tile's scores of candidates from `start` on, and the maxima of their blocks."""
+    """Store a tile's scores of candidates from `start` on, and the maxima of their blocks."""
     score, part_best, pages, blocks = found
     SCORES: gl.constexpr = best.type.layout
     ROWS: gl.constexpr = best.shape[0]
     BLOCK: gl.constexpr = best.shape[1]
     c = start + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, SCORES))
-    # Columns past a token's candidates may hold any value. Mask in pairs: half-filled cache sectors
-    # would take twice as long to write.
+    # Columns beyond a token's candidates may hold any value. The mask is per pair of elements,
+    # because partly written cache sectors take twice as long.
     written = mine[:, None] & (c < pages)[None, :]
     gl.store(score + (line * pages)[:, None] + c[None, :], best, mask=written)
     shown = gl.where(c[None, :] < own[:, None], best, float("-inf"))
@@ -255,7 +258,8 @@ def allocated(
     dtype: gl.constexpr, QUERIES: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
     DIM: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of queries, keys and biases, and what tells whether a stage is there, or free."""
+    """Allocate tiles of queries, keys and biases in shared memory, and the barriers of loaded and
+    free stages."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(32, 16, 2)
     SIGNAL: gl.constexpr = hopper.mbarrier.MBarrierLayout()

@@ -2,10 +2,11 @@
 
 Few tokens: `score_kernel` stores u of every candidate, with the maximum and the summed exponentials
 of every block of CB candidates, in one pass over the summaries. Many tokens: `normaliser_kernel`
-sums up every head's candidates and `group_kernel`, or on Hopper `group_scores_kernel`, computes the
-dots again to store the groups' best scores and the blocks' maxima alone.
+sums the exponentials of every head's candidates, and `group_kernel` (on Hopper
+`group_scores_kernel`) computes the dot products again and stores only the groups' best scores and
+the blocks' maxima.
 
-Then the best are chosen, see `choose`; of many tokens `rescore_kernel` computes their u.
+Then the best are selected, see `choose`; with many tokens `rescore_kernel` computes their u.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from cairn.ops.gpu import tl, triton
 
 @triton.jit
 def candidates_of(slot, token, offset, size):
-    """How many pages the token may select: pages 0 .. that number - 1."""
+    """Number of candidate pages of a token: pages 0 .. that number - 1."""
     return tl.maximum(tl.load(slot + token).to(tl.int32) - offset, 0) // size
 
 
@@ -27,10 +28,10 @@ def score_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, CB: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """u [T, KV_HEADS, pages, group] of a token's candidates for the heads of one KV head; and
-    per block of CB their maximum and sum of exponentials, [T, KV_HEADS, blocks, group].
+    """Write u [T, KV_HEADS, pages, group] of a token's candidates for the heads of one KV head and,
+    per block of CB, their maximum and sum of exponentials, [T, KV_HEADS, blocks, group].
 
-    A program takes its share of the tiles of TILE candidates of one token and KV head.
+    A program processes some of the tiles of TILE candidates of one token and KV head.
     """
     token, kv = tl.program_id(2), tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -94,12 +95,12 @@ def add_blocks(
     BLOCK: tl.constexpr, EDGE: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add candidates begin .. end - 1 to the maximum (base 2) and sum of every token [M].
+    """Add candidates begin .. end - 1 to the running maximum (base 2) and sum of every token [M].
 
     Args:
-        own: [M], how many candidates each token has; most: the most of them.
-        EDGE: some are not candidates of every token.
-        STAGES: named to the loop, which then fetches ahead what no product reads too.
+        own: [M], number of candidates of each token; most: their maximum.
+        EDGE: some of them are not candidates of every token.
+        STAGES: num_stages of the loop, which then also prefetches loads that do not feed a tl.dot.
     """
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         c = start + tl.arange(0, BLOCK)
@@ -168,7 +169,8 @@ def head_scores(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     NORMALISED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[TOKENS, BLOCK], scores of some pages for one head's queries [TOKENS, DP], without biases."""
+    """[TOKENS, BLOCK], Scores [TOKENS, BLOCK] of some pages for one head's queries [TOKENS, DP],
+    without biases."""
     own_key = key + page * page_stride + head // (HEADS // KEY_HEADS) * head_stride
     summary = load_columns(own_key, inside, DIM, DP)
     value = tl.dot(query, summary, input_precision=PRECISION) * scale
@@ -187,8 +189,9 @@ def group_kernel(
     CB: tl.constexpr,
     BIAS: tl.constexpr, NORMALISED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """score [T, KV_HEADS, pages]: best of the group's heads, each less its normaliser in total
-    [HEADS, T]; and the maxima of its blocks of CB, part_best [T, KV_HEADS, blocks]."""
+    """Write score [T, KV_HEADS, pages]: the maximum over the group's heads of u minus the head's
+    normaliser in total [HEADS, T]; and the maxima of its blocks of CB, part_best [T, KV_HEADS,
+    blocks]."""
     group: tl.constexpr = HEADS // KV_HEADS
     kv = tl.program_id(1)
     begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * TOKENS
@@ -201,7 +204,7 @@ def group_kernel(
     of = tl.arange(0, GP)
     lines = lmk_q + (token.to(tl.int64) * HEADS + kv * group) * DIM
     if group == 1:
-        # A single head: its queries stay in registers, and the next pages' keys are prefetched
+        # With one head, its queries stay in registers, and the next pages' keys are prefetched
         # instead.
         query = load_rows(lines, alive, DIM, DP)
     this_row = tl.min(tl.where(alive, own_row, 2147483647), 0)
@@ -256,9 +259,9 @@ def rescore_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """scores [T, HEADS, topk]: u of the selected pages, -inf where there is none."""
+    """Write scores [T, HEADS, topk]: u of the selected pages, -inf in the padding."""
     group: tl.constexpr = HEADS // KV_HEADS
-    # One KV head at a time: its summaries may fit into a core's own cache.
+    # One KV head at a time, so that its summaries may fit into L1.
     token = tl.program_id(0).to(tl.int64)
     kv = tl.program_id(1)
     place = token * KV_HEADS + kv

@@ -1,5 +1,5 @@
-"""Kernels of landmark_attention for rows so short that every page left of a window is selected:
-none is looked for, and a tile of tokens passes over them as over its window."""
+"""Kernels of landmark_attention for rows so short that every page before the window is selected: no
+search is needed, and a tile of tokens attends to these pages as to its window."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def short_scores_kernel(
     DP: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores [T, HEADS, topk] and indices [T, KV_HEADS, topk] of all candidates, of which a token
-    has topk at most, for TOKENS tokens and one head.
+    """Write scores [T, HEADS, topk] and indices [T, KV_HEADS, topk] of all candidates (at most topk
+    per token), for TOKENS tokens and one head.
 
     Args:
         bias: [pages, HEADS].
@@ -73,12 +73,12 @@ def add_pages(
     DIM: tl.constexpr, SIZE: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc [M, DP] and the attention inside each of a row's first `most` pages, which counts by the
+    """acc [M, DP] plus the attention inside each of a row's first `most` pages, weighted by the
     page's share exp(score - base) / total of the layer's softmax.
 
     Args:
-        scores: [M], where those of every line begin.
-        mine: [M], lines of the row.
+        scores: [M], addresses of the scores of every row.
+        mine: [M], mask of the tile's rows that belong to the sequence.
     """
     t = tl.arange(0, KEYS)
     inside = t < SIZE - 1
@@ -104,13 +104,13 @@ def short_kernel(
     TOKENS: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, KEYS: tl.constexpr,
     PAGE: tl.constexpr, K: tl.constexpr, SOFTMAX1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of tokens and one KV head: o [T, HEADS, DIM] of the layer, lse [T, HEADS] of the
-    windows, which begin with a page.
+    """Write o [T, HEADS, DIM] of the layer and lse [T, HEADS] of the windows, which begin at page
+    borders, for a tile of tokens and one KV head.
 
     Args:
-        scores: [T, HEADS, topk], of `short_scores_kernel`.
-        KEYS: slots of a window that are seen at once. PAGE: slots of a page, padded to a power of
-            two, >= 16. K: topk, padded to a power of two.
+        scores: [T, HEADS, topk], from `short_scores_kernel`.
+        KEYS: slots of the window per iteration. PAGE: page size, padded to a power of two, >= 16.
+            K: topk, padded to a power of two.
     """
     kv = tl.program_id(0)
     place, alive, own_row, own_slot = tile_rows(row, slot, tokens, HEADS, KV_HEADS, TOKENS, GP)

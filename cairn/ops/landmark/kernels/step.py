@@ -1,7 +1,7 @@
 """A whole step of landmark_attention, for few tokens, in one launch.
 
-Its programs are those of `fused`, in the order of what they need of each other: who waits, waits
-for programs that have begun before it.
+Its programs are those of `fused`, ordered by their dependencies: a program only waits for programs
+that started before it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def merge_line(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GP: tl.constexpr,
     DP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, SOFTMAX1: tl.constexpr,
 ):  # fmt: skip
-    """o [T, HEADS, DIM] of one token and KV head, merged as by `merge_kernel` from what programs of
-    the same launch stored.
+    """Write o [T, HEADS, DIM] of one token and KV head, merged as by `merge_kernel` from parts
+    stored by programs of the same launch.
 
     Args:
         GP: heads of the group, padded to a power of two.
-        PARTS: parts, padded to a power of two; AHEAD: so many are on their way at a time.
+        PARTS: parts, padded to a power of two. AHEAD: parts that are loaded at a time.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     g = tl.arange(0, GP)
@@ -67,8 +67,8 @@ def finish_line(
     DP: tl.constexpr, PARTS: tl.constexpr, AHEAD: tl.constexpr, SOFTMAX1: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
-    """`merge_line` by the last of the `wanted` programs that come here for it. Nobody counts for
-    the line any more: its counters, [APART], are 0 again."""
+    """Run `merge_line` in the last of the line's `wanted` programs, and reset the line's counters
+    [APART] to 0."""
     if arrive(counters) == wanted - 1:
         merge_line(
             part_o, part_lse, o, parts, token, kv,
@@ -79,10 +79,11 @@ def finish_line(
 
 @triton.jit
 def place_in(lines, scans, chunks, reads, lag):
-    """(line, item, whether there is one) of this program of a whole step.
+    """The line and item of this program in a whole step, and whether they exist.
 
-    Programs are numbered by rounds: round r has the scan of line r, the pick of line r - lag and
-    the reading of line r - 2 lag. If there are many lines, these so find done what they wait for.
+    Programs are numbered in rounds: round r has the scan of line r, the pick of line r - lag and
+    the read of line r - 2 lag. So with many lines a program's dependencies are mostly finished when
+    it starts.
     """
     size = scans + chunks + reads
     item = tl.program_id(0) % size
@@ -114,8 +115,8 @@ def step_kernel(
     """`scan`, `pick` and `read` of every line, a token and KV head, and the merge of its parts.
 
     Args:
-        counters: [lines, APART], all 0, see `arrivals`: a line's count the programs that have read,
-            scanned and picked for it.
+        counters: [lines, APART], all 0, see `arrivals`: for every line, the programs that have
+            read, scanned and picked.
     """
     launch_next(PDL)
     scans = splits + programs + STORES

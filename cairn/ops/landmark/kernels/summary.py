@@ -10,8 +10,9 @@ from cairn.ops.grid import row_and_part
 
 @triton.jit
 def again(x):
-    """x, which the compiler takes for other numbers: what is made of them is made anew, where it
-    would be kept. Numbers of 32 bits as they are: nothing is made of them."""
+    """x, hidden from the compiler's common-subexpression elimination, so that conversions of x are
+    recomputed instead of kept in registers. 32-bit values are returned unchanged: they need no
+    conversion."""
     if x.dtype.primitive_bitwidth == 16:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
     return x
@@ -24,8 +25,8 @@ def store_summary(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     DP: tl.constexpr, KEYS: tl.constexpr, WITH_KEY: tl.constexpr, WITH_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """prior_summary of `page` with query [HEADS, DIM], for one head: into place `to` of
-    key [n, HEADS, DIM] and bias [n, HEADS]."""
+    """prior_summary of `page` with query [HEADS, DIM], for one head, into entry `to` of key [n,
+    HEADS, DIM] and bias [n, HEADS]."""
     t = tl.arange(0, KEYS)
     d = tl.arange(0, DP)
     inside = t < SIZE - 1
@@ -56,8 +57,8 @@ def prior_summary_kernel(
     DP: tl.constexpr, KEYS: tl.constexpr,
     WITH_KEY: tl.constexpr, WITH_BIAS: tl.constexpr, BY_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """key [N, HEADS, DIM] and bias [N, HEADS] of one page, for one head; BY_PAGE: into pools, at
-    the page's number, nowhere for a negative one."""
+    """Write key [N, HEADS, DIM] and bias [N, HEADS] of one page for one head; BY_PAGE: to the entry
+    of pools with the page's id, skipping negative ids."""
     n, head = row_and_part(HEADS)
     page = tl.load(pages + n).to(tl.int64)
     if BY_PAGE and page < 0:
