@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,18 @@ if torch.cuda.is_available():
                 assert not len(left), f"counters {left[:4].tolist()} are not 0"
 
 
+def pytest_collection() -> None:
+    """The second of two workers imports the tests' modules from the last to the first. Where no
+    bytecode is kept each then compiles a half, and loads what the other has compiled."""
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+        folder = Path(__file__).parent
+        for path in sorted(folder.rglob("test_*.py"), reverse=True):
+            name = path.relative_to(folder.parent).with_suffix("").as_posix().replace("/", ".")
+            # What cannot be imported is told where it is collected.
+            with suppress(Exception, pytest.skip.Exception):
+                import_module(name)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before the first test: loops that many need, and what is there by now stays, so that the
     collector need not look at it again and again."""
@@ -72,11 +85,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def compile_a_share() -> None:
     """Each of the first two workers compiles the loops for another dtype, of which each takes most
     of a minute where none are kept; later they find each other's. Otherwise both would compile all.
+    The second begins with other loops: what two processes keep of one at the same time is lost.
     """
     dtypes = {"gw0": torch.float32, "gw1": torch.bfloat16}
     dtype = dtypes.get(os.environ.get("PYTEST_XDIST_WORKER", ""))
-    if dtype is not None:
-        import_module("cairn.ops.compile_loops").compile_loops(dtype, helped=False)
+    if dtype is None or not import_module("cairn.ops.cpu").AVAILABLE:
+        return
+    module = import_module("cairn.ops.compile_loops")
+    if dtype == torch.bfloat16:
+        module.compile_landmarks(dtype)
+    module.compile_loops(dtype, helped=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

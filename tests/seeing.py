@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,13 @@ def file_of(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
     target = io.BytesIO()
     image.save(target, form, **options)
     return target.getvalue()
+
+
+def bomb(side: int) -> bytes:
+    """A PNG that says it has side * side pixels, and holds one."""
+    one = file_of(Image.new("1", (1, 1)))
+    header = b"IHDR" + struct.pack(">II", side, side) + one[24:29]
+    return one[:12] + header + struct.pack(">I", zlib.crc32(header)) + one[33:]
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:

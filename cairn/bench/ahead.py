@@ -11,12 +11,11 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo.config
-import torch._inductor.config
 
 from cairn.bench import registered as _registered  # noqa: F401  (ops are found once imported)
 from cairn.ops.benching import COMPILED, Draw, Point, points_of
@@ -59,8 +58,9 @@ def _set_up_compilers() -> None:
     torch.compile takes a function at every size: it would run what comes after eight as it is.
     """
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-    torch._inductor.config.compile_threads = 1
-    torch._dynamo.config.recompile_limit = MOST_SIZES
+    # Imported here: these take three seconds.
+    import_module("torch._inductor.config").compile_threads = 1
+    import_module("torch._dynamo.config").recompile_limit = MOST_SIZES
 
 
 def _run_sizes(name: str, device: str, dtype: torch.dtype, sizes: str) -> None:

@@ -51,8 +51,7 @@ def compile_loops(dtype: torch.dtype, helped: bool = True) -> None:
             _run_rows(dtype, width)
         for size in sizes:
             _run_windows(dtype, *size)
-    for size in sizes:
-        _run_landmarks(dtype, *size)
+    compile_landmarks(dtype)
     seconds = time.perf_counter() - began
     if kept:
         log.info("loaded the compiled loops in %.1f s", seconds)
@@ -80,6 +79,12 @@ def _helper(dtype: torch.dtype) -> Iterator[None]:
     finally:
         helper.kill()
         helper.wait()
+
+
+def compile_landmarks(dtype: torch.dtype) -> None:
+    """Of these loops those of landmark layers, half of the work."""
+    for size in _sizes(dtype):
+        _run_landmarks(dtype, *size)
 
 
 def _note(mark: Path | None) -> None:
@@ -137,8 +142,6 @@ def _pages(dtype: torch.dtype, size: int, dim: int) -> list[torch.Tensor]:
 
 
 if __name__ == "__main__":
-    _dtype = getattr(torch, sys.argv[1])
-    for _size in _sizes(_dtype):
-        _run_landmarks(_dtype, *_size)
+    compile_landmarks(getattr(torch, sys.argv[1]))
     # What is compiled is on disk; to take LLVM's modules down may last longer than to compile.
     os._exit(0)

@@ -1,6 +1,7 @@
 """What other processes run before ops are timed."""
 
 import logging
+from importlib import import_module
 
 import pytest
 import torch
@@ -73,8 +74,9 @@ def test_a_function_is_compiled_at_all_sizes_of_an_op():
         sizes.append(len(inputs))
         return graph.forward
 
+    config = import_module("torch._dynamo.config")
     doubled = torch.compile(lambda x: 2 * x, dynamic=False, backend=traced)
-    with torch._dynamo.config.patch(recompile_limit=2):
+    with config.patch(recompile_limit=2):
         ahead._set_up_compilers()
         for rows in range(1, 21):
             doubled(torch.ones(rows))

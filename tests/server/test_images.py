@@ -9,7 +9,6 @@ import threading
 import httpx
 import psutil
 import pytest
-from PIL import Image
 
 from cairn.engine.media.pixels import decoded, prepared_image
 from cairn.engine.tokenizer import Tokenizer
@@ -19,6 +18,7 @@ from tests.seeing import (
     IMAGE,
     START,
     VIDEO,
+    bomb,
     data_url,
     file_of,
     media_spec,
@@ -115,7 +115,7 @@ def test_enable_thinking(api):
 BAD = {
     "truncated": (data_url(PNG[:300]), "broken or truncated"),
     "one pixel": (data_url(file_of(picture(1, 1, 1))), "1 x 1"),
-    "bomb": (data_url(file_of(Image.new("1", (20000, 20000)))), "pixels"),
+    "bomb": (data_url(bomb(20000)), "pixels"),
     "text": (data_url(b"hello"), "no image that can be read"),
     "svg": (data_url(b"<svg/>", "image/svg+xml"), "no image that can be read"),
     "pdf": (data_url(b"%PDF", "application/pdf"), "not an image"),

@@ -14,7 +14,7 @@ from cairn.errors import BadRequest
 from cairn.models.registry import load_spec
 from cairn.models.vision.encoder import VisionEncoder
 from cairn.specs.vision import MediaSpec, PixelBounds
-from tests.seeing import config, file_of, media_spec, picture
+from tests.seeing import bomb, config, file_of, media_spec, picture
 
 RELEASED = MediaSpec(248056, 248057, 248053, 248054)
 
@@ -62,11 +62,6 @@ def test_formats_and_orientation() -> None:
     exif[0x0112] = 6
     turned = decoded(file_of(image, "PNG", exif=exif), 10**6)
     assert turned.size == image.size[::-1]
-
-
-def bomb(side: int) -> bytes:
-    """A small PNG of side * side pixels."""
-    return file_of(Image.new("1", (side, side)))
 
 
 BAD = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from cairn.ops import rmsnorm, rmsnorm_hf
 
@@ -12,6 +11,8 @@ from cairn.ops import rmsnorm, rmsnorm_hf
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 7, 63, 100, 1000])
 def test_against_transformers(width: int, dtype: torch.dtype) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
     torch.manual_seed(width)
     norm = Qwen3RMSNorm(width, eps=1e-5).to(dtype)
     norm.weight.data.normal_()
