@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,11 @@ def _set_up_compilers() -> None:
     """
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
     # Imported here: these take three seconds.
-    import_module("torch._inductor.config").compile_threads = 1
-    import_module("torch._dynamo.config").recompile_limit = MOST_SIZES
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1
+    torch._dynamo.config.recompile_limit = MOST_SIZES
 
 
 def _run_sizes(name: str, device: str, dtype: torch.dtype, sizes: str) -> None:

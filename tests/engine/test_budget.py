@@ -345,7 +345,13 @@ def test_requests_end_with_their_own_tokens_whatever_steps_take(seed, target, pa
     assert outcome(target) == outcome(None)
 
 
-@pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen_gqa4_prior_lora_inrange",
+        pytest.param("olmo_mha_interleave4", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("target", [1e-6, 0.03])
 def test_logits_are_the_same_whatever_the_budget_does(case, target):
     prompts = [[(7 * i * k + k) % 199 for i in range(90 + 60 * k)] for k in range(1, 5)]

@@ -1,6 +1,7 @@
 """The client against a real engine process."""
 
 import asyncio
+import os
 import random
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from cairn import LLM
 from cairn.engine.messages import FROM_ENGINE, TO_ENGINE, Stats
 from cairn.errors import BadRequest, Busy, EngineDead, TooLong
 from cairn.types import SamplingParams
-from tests.engine.children import MODEL, OPTIONS, collect, make_client, until
+from tests.engine.children import MODEL, OPTIONS, collect, gone, make_client, until
 
 WAITING = 240
 BOUND = 16 + WAITING
@@ -34,7 +35,20 @@ def shared(runner):
     assert [name for name, _ in phases] == ["import", "weights", "pages", "tokenizer", "warmup"]
     assert client.phases == dict(phases)
     yield client
-    runner.run(client.stop(30))
+    runner.run(check_stop(client))
+
+
+async def check_stop(client):
+    """Stopping ends the process and what runs."""
+    submission = client.submit([1], SamplingParams(max_tokens=100_000, ignore_eos=True))
+    await anext(submission)
+    assert os.getsid(client.pid) == client.pid
+    await client.stop(30)
+    assert gone(client.pid)
+    with pytest.raises(EngineDead, match="the engine was stopped"):
+        await collect(submission)
+    assert str(await client.died()) == "the engine was stopped"
+    await client.stop(30)
 
 
 @pytest.fixture
@@ -313,14 +327,14 @@ def test_an_idle_engine_and_its_client_rest(client, runner):
     engine, own = psutil.Process(client.pid), psutil.Process()
 
     async def run():
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1)
         before = engine.cpu_times(), own.cpu_times()
-        await asyncio.sleep(3)
+        await asyncio.sleep(2)
         after = engine.cpu_times(), own.cpu_times()
         return [b.user + b.system - a.user - a.system for a, b in zip(before, after, strict=True)]
 
-    # A loop that spins takes all of the 3 seconds.
-    assert max(runner.run(run())) < 0.3
+    # A loop that spins takes all of the 2 seconds.
+    assert max(runner.run(run())) < 0.2
 
 
 def test_nothing_works_before_the_start():

@@ -96,10 +96,17 @@ def test_prefill_and_decode_equal_transformers(reference):
         assert got.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
+FEW = [
+    "qwen3",
+    "mistral window",
+    "gemma3",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2 windows", "llama")),
+]
+"""The slow ones have no kind of layer that the others have not."""
+
+
 @shows("llama mistral qwen2 qwen3 gemma3", "batching", "prefix cache")
-@pytest.mark.parametrize(
-    "reference", ["qwen3", "qwen2 windows", "mistral window", "llama", "gemma3"], indirect=True
-)
+@pytest.mark.parametrize("reference", FEW, indirect=True)
 def test_a_batch_and_a_cached_prefix(reference):
     """Four prompts together, then again with their pages in the cache, as each one alone."""
     built = engine(reference[1])
@@ -113,9 +120,7 @@ def test_a_batch_and_a_cached_prefix(reference):
 
 
 @shows("llama mistral qwen2 qwen3 gemma3", "overlap")
-@pytest.mark.parametrize(
-    "reference", ["qwen3", "qwen2 windows", "mistral window", "llama", "gemma3"], indirect=True
-)
+@pytest.mark.parametrize("reference", FEW, indirect=True)
 def test_planned_while_a_step_runs(reference):
     prompts = [text(seed, length, 299) for seed, length in enumerate((5, 60, 100))]
     found = []

@@ -104,7 +104,7 @@ def serve(built: Built, prompts, params, rng=None, hostage: Lease | None = None)
 )
 def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bool) -> None:
     """Prefix cache, chunks, batches, aborts and retractions: a guess depends on the text alone."""
-    size, count = (48, 5) if family != COMPRESSED else (24, 3)
+    size, count = (48, 3) if family != COMPRESSED else (24, 2)
     rng = random.Random(f"{family} {overlap}")
     cold, alone = (make(family, enable_prefix_caching=False) for make in (drafting, plain))
     prompts = prompts_of(rng, size, cold.spec.vocab_size)[:count]
@@ -127,17 +127,16 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
     longest = max(map(len, prompts)) + 10
     hostage = occupy(built.core.cache, keep=3 * int(built.slots.pages_for(longest)))
     before = seen.count
-    for _ in range(2):
-        for found, output in zip(serve(built, prompts, params, rng, hostage), wanted, strict=True):
-            if found.finish_reason == "abort":
-                assert found.token_ids == output.token_ids[: len(found.token_ids)]
-            else:
-                assert found.token_ids == output.token_ids
+    for found, output in zip(serve(built, prompts, params, rng, hostage), wanted, strict=True):
+        if found.finish_reason == "abort":
+            assert found.token_ids == output.token_ids[: len(found.token_ids)]
+        else:
+            assert found.token_ids == output.token_ids
     built.core.cache.close(hostage)
     assert all_pages_back(built.core)
     totals = built.core.scheduler.drafts
     assert 5 * count < totals.accepted < totals.drafted
-    assert built.core.scheduler.cached_prompt_tokens > 0 and seen.count > before + 10 * count
+    assert built.core.scheduler.cached_prompt_tokens > 0 and seen.count > before + 5 * count
 
 
 @shows("glm_moe_dsa", "speculation")

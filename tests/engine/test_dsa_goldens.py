@@ -100,7 +100,13 @@ def serve(built: Built, expected: dict[str, Tensor], budgets=()) -> tuple[Trace,
 
 @shows("deepseek_v32 glm_moe_dsa", "reference logits")
 @shows("deepseek_v32", "quantised weights")
-@pytest.mark.parametrize(("case", "length"), CASE_LENGTHS)
+@pytest.mark.parametrize(
+    ("case", "length"),
+    [
+        *LONGER,
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in CASE_LENGTHS if one not in LONGER),
+    ],
+)
 def test_whole_prompts(case: str, length: int):
     expected = golden(GOLDENS / case)[length]
     got, seen = serve(shuffled(case), expected)
@@ -110,8 +116,11 @@ def test_whole_prompts(case: str, length: int):
 @pytest.mark.parametrize(
     ("case", "length", "chunk"),
     [
-        *[("v32_rope_nogroup_tied", 127, chunk) for chunk in (3, 63, 65)],
-        *[("glm_freq4_offset3", 130, chunk) for chunk in (5, 65)],
+        ("v32_rope_nogroup_tied", 127, 3),
+        ("v32_rope_nogroup_tied", 127, 65),
+        ("glm_freq4_offset3", 130, 5),
+        pytest.param("v32_rope_nogroup_tied", 127, 63, marks=pytest.mark.slow),
+        pytest.param("glm_freq4_offset3", 130, 65, marks=pytest.mark.slow),
     ],
 )
 def test_chunks(case: str, length: int, chunk: int):

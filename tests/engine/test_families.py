@@ -126,7 +126,7 @@ def expect_each_as_alone(
 @shows("glm_moe_dsa deepseek_v32", "batching", "chunked prefill", "prefix cache")
 @shows("deepseek_v4", "batching", "chunked prefill", "prefix cache")
 @shows("deepseek_v32", "quantised weights")
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed: int) -> None:
     rng = random.Random(seed)

@@ -41,22 +41,22 @@ def test_chunks_batches_prefixes_and_decode_agree(case, kind):
     On the CPU, whose products round alike however many rows they have: a GPU's noise carries so
     many keys over a border that random weights show it everywhere.
     """
-    tokens = prompt(1, 200)
+    tokens = prompt(1, 130)
 
     def fresh():
         return engine(case, kv_cache_dtype=kind, max_num_seqs=4)
 
-    (want,) = run(fresh(), [tokens], greedy(40, prompt_logprobs=True))
+    (want,) = run(fresh(), [tokens], greedy(20, prompt_logprobs=True))
     built = fresh()
     assert all(is_quantized(layer["k"]) for layer in built.runner.pools.pages)
-    got, _ = run(built, [tokens, prompt(2, 90)], greedy(40, prompt_logprobs=True), [7, 31, 16])
+    got, _ = run(built, [tokens, prompt(2, 90)], greedy(20, prompt_logprobs=True), [7, 31, 16])
     assert_near(got.prompt_logprobs, want.prompt_logprobs)
     (again,) = run(built, [tokens], greedy(1))
     assert again.cached > 100
     # It reads what the chunks have written: one row cannot tell noise, but its keys are the same.
     assert_near(again.logprobs, got.logprobs[:1])
     (whole,) = run(fresh(), [tokens + want.tokens[:-1]], greedy(1, prompt_logprobs=True))
-    assert_near(whole.prompt_logprobs[-39:], want.logprobs[:-1])
+    assert_near(whole.prompt_logprobs[-19:], want.logprobs[:-1])
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,13 @@ def assert_same_answer(got: Continuation, wanted: Continuation, vocab: int) -> N
 
 
 @shows("hils", "overlap")
-@pytest.mark.parametrize("case", ["qwen_gqa4_prior_lora_inrange", "qwen_noprior_lmk_k"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen_gqa4_prior_lora_inrange",
+        pytest.param("qwen_noprior_lmk_k", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_answers_as_step_after_step(case, device):
     room = 14 * engine(case).memory.bytes_per_page
     found, retractions = [], 0

@@ -73,22 +73,6 @@ def test_a_dead_or_stuck_engine_is_seen(number, reason):
     asyncio.run(run())
 
 
-def test_stopping_ends_the_process_and_what_runs():
-    async def run():
-        async with engine() as client:
-            submission = client.submit([1], LONG)
-            await first_delta(submission)
-            assert os.getsid(client.pid) == client.pid
-            await client.stop(30)
-            assert gone(client.pid)
-            with pytest.raises(EngineDead, match="the engine was stopped"):
-                await collect(submission)
-            assert str(await client.died()) == "the engine was stopped"
-            await client.stop(30)
-
-    asyncio.run(run())
-
-
 def test_an_engine_that_has_just_died():
     """Before the watchdog has seen it: messages find nobody to take them."""
 
@@ -197,18 +181,6 @@ def test_a_step_that_hangs_is_seen_by_its_age(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_fault_of_the_environment_alone_is_refused(monkeypatch):
-    monkeypatch.delenv("CAIRN_ALLOW_FAULTS", raising=False)
-    monkeypatch.setenv("CAIRN_FAULT", "die@3")
-
-    async def run():
-        with pytest.raises(BadConfig, match="CAIRN_FAULT is 'die@3'.*Unset it"):
-            async with engine():
-                pass
-
-    asyncio.run(run())
-
-
 def folder_with_unknown_type(at: Path) -> Path:
     config = json.loads((MODEL / "config.json").read_text())
     (at / "config.json").write_text(json.dumps({**config, "model_type": "abacus"}))
@@ -219,7 +191,13 @@ def folder_with_unknown_type(at: Path) -> Path:
     ("make", "options", "error", "message"),
     [
         (folder_with_unknown_type, {}, BadModel, "abacus"),
-        (lambda _: MODEL, {"kv_cache_memory": 8}, OutOfMemory, "Raise kv_cache_memory"),
+        pytest.param(
+            lambda _: MODEL,
+            {"kv_cache_memory": 8},
+            OutOfMemory,
+            "Raise kv_cache_memory",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_cannot_start_says_why(tmp_path, make, options, error, message):

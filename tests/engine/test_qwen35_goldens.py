@@ -32,8 +32,10 @@ from tests.support import shows
 
 PROMPTS = [(case, n) for case in CASES for n in lengths(case)]
 WHOLE = 4096
-CHUNKS = (3, 63, 65, WHOLE)
+CHUNKS = (3, pytest.param(63, marks=pytest.mark.slow), 65, WHOLE)
 BOUND = 2e-4
+FEW = [RECURRENT[0], *(pytest.param(case, marks=pytest.mark.slow) for case in RECURRENT[1:])]
+"""The others are in the random schedules of test_families.py."""
 
 
 def logprobs(logits: Tensor) -> np.ndarray:
@@ -104,7 +106,7 @@ def test_goldens(case: str, length: int, chunk: int) -> None:
 
 
 @shows("qwen3_next qwen3_5 qwen3_5_moe", "batching")
-@pytest.mark.parametrize("case", RECURRENT)
+@pytest.mark.parametrize("case", FEW)
 def test_a_batch_gives_what_each_request_gives_alone(case: str) -> None:
     prompts = [text(seed, length, 140) for seed, length in enumerate((1, 70, 129, 5))]
     alone = engine(case, enable_prefix_caching=False)
@@ -117,7 +119,7 @@ def test_a_batch_gives_what_each_request_gives_alone(case: str) -> None:
 
 
 @shows("qwen3_5 qwen3_5_moe", "prefix cache")
-@pytest.mark.parametrize("case", RECURRENT[:2])
+@pytest.mark.parametrize("case", FEW)
 def test_a_cached_prefix_is_resumed_where_a_snapshot_is(case: str) -> None:
     cold = engine(case, enable_prefix_caching=False)
     built = engine(case)
@@ -156,7 +158,7 @@ def test_an_output_is_resumed_from(case: str) -> None:
     assert difference(second.logprobs, plain.logprobs) < BOUND * 12
 
 
-@pytest.mark.parametrize("case", RECURRENT[:2])
+@pytest.mark.parametrize("case", FEW)
 def test_retracted_requests_go_on(case: str) -> None:
     prompts = [text(seed, 60 + 64 * (seed % 2), 140) for seed in range(4)]
     alone = engine(case, enable_prefix_caching=False)

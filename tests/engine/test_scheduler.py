@@ -31,7 +31,7 @@ def check_ledger(core: EngineCore) -> None:
     check(core.cache, [r.lease for r in core.scheduler.running if r.lease is not None])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     page_size=st.sampled_from([2, 4, 16, 64]),

@@ -88,7 +88,6 @@ def serve(built, prompts, params, rng=None) -> list[CompletionOutput]:
     [
         *((family, "random") for family in FAMILIES if family not in ALIKE),
         *(pytest.param(f, "random", marks=pytest.mark.slow) for f in ALIKE),
-        *(("landmarks and windows", kind) for kind in ("right", "wrong")),
         *(pytest.param(f, k, marks=pytest.mark.slow) for f in FAMILIES for k in ("right", "wrong")),
     ],
 )
@@ -253,7 +252,7 @@ class Wrong:
 @pytest.mark.parametrize("family", ["landmarks and windows", "recurrent"])
 def test_a_guess_may_be_wrong_in_any_place_behind_any_prompt(family: str, drafts: int) -> None:
     """Also where the prompt is as long as a step of guesses."""
-    params, plain, guessing = replace(PLAIN, max_tokens=20), build(family), build(family)
+    params, plain, guessing = replace(PLAIN, max_tokens=12), build(family), build(family)
     for length in (1, drafts, drafts + 1, 16):
         prompt = text(length, length, plain.spec.vocab_size)
         (wanted,) = serve(plain, [prompt], [params])

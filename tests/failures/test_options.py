@@ -11,7 +11,7 @@ from tests.failures.models import folder, rows, wide
 from tests.failures.oracle import oracle
 from tests.specs import hils_of
 
-LENGTH = 330
+LENGTH = 200
 
 
 def prefill_rows(built, tokens):
@@ -20,7 +20,7 @@ def prefill_rows(built, tokens):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_oracle_agrees_on_every_golden_model(case):
-    built, tokens = engine(case), text(30, 200)
+    built, tokens = engine(case), text(30, 130)
     want, _ = oracle(built, tokens)
     assert difference(prefill_rows(built, tokens), want) < ROUNDING
 

@@ -210,12 +210,12 @@ def test_greedy_and_drawn_rows_share_a_batch(token_llm):
 def test_a_seed_draws_the_same_in_any_schedule(token_llm, token_folder):
     """In a batch, alone, chunked, from a warm cache, and with pages taken away meanwhile."""
     prompts = [ids(40 + i, 60) for i in range(5)]
-    params = {"seed": 11, "max_tokens": 60, "frequency_penalty": 0.5}
+    params = {"seed": 11, "max_tokens": 40, "frequency_penalty": 0.5}
     want = [first(token_llm, prompt, **params).token_ids for prompt in prompts]
     chunked = LLM(token_folder, kv_cache_memory="1MiB", chunked_prefill_size=7)
     assert [r.outputs[0].token_ids for r in sample(chunked, prompts, **params)] == want
     assert [r.outputs[0].token_ids for r in sample(token_llm, prompts, **params)] == want
-    tight = LLM(token_folder, kv_cache_memory=12000 * 20, max_model_len=150)
+    tight = LLM(token_folder, kv_cache_memory=12000 * 17, max_model_len=120)
     assert [r.outputs[0].token_ids for r in sample(tight, prompts, **params)] == want
     assert tight.stats().preemptions > 0
 
@@ -243,11 +243,11 @@ def test_extreme_values_still_draw_tokens(token_llm, extreme):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_draws_follow_the_distribution(token_llm, temperature):
-    """Chi-square of 1,500 draws of one token against softmax(logits / temperature)."""
+    """Chi-square of 600 draws of one token against softmax(logits / temperature)."""
     prompt = ids(8, 12)
     entry = first(token_llm, prompt, max_tokens=1, temperature=0, logprobs=-1).logprobs[0]
     expected = torch.softmax(torch.tensor(line(entry)) / temperature, -1).numpy()
-    draws = 1500
+    draws = 600
     (result,) = sample(token_llm, [prompt], n=draws, seed=1, max_tokens=1, temperature=temperature)
     counts = np.bincount([o.token_ids[0] for o in result.outputs], minlength=VOCAB)
     common = expected * draws >= 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -10,6 +11,7 @@ from cairn.models.registry import load_model, load_spec
 from tests.models.conftest import DATA
 
 
+@pytest.mark.slow  # tests/engine/test_goldens.py compares the same, through the engine.
 def test_golden(plain):
     spec = load_spec(default_model_path())
     assert spec.dtype == "bfloat16"

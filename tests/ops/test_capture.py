@@ -103,7 +103,7 @@ def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("op", OPS)
 def test_compiles_in_one_graph(op: Op[..., Any]) -> None:
     for arguments in some_cases(op, "cpu", 1):
-        assert_same(op, arguments, compiled(op, "eager"))
+        assert_same(op, arguments, compiled(op, "aot_eager"))
 
 
 @pytest.mark.gpu

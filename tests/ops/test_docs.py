@@ -81,14 +81,16 @@ def test_measurements_stand_beside_the_op() -> None:
     alone = {"size": "1 x 9", "alternative": None, "host_ms": 0.02, "least_host_ms": None}
     records = [{**record, "ms": 9.0}, {**record, **hosted}, {**record, **alone}]
     records.append({"op": "rmsnorm", "size": "no place", "error": "out of memory"})
-    section = pages(records)["norm.md"].split("## rmsnorm\n")[1].split("\n## ")[0]
+    other = {**record, "op": "layernorm"}
+    records += [other, {**other, "size": "2 x 9", "commit": "def"}]
+    page = pages(records)["norm.md"]
+    section = page.split("## rmsnorm\n")[1].split("\n## ")[0]
     assert "Measured on cuda:0 H100, bfloat16, at commit abc:" in section
     numbers = "triton | 500.0 | 20 | 25% | 30%"
     assert f"| 7 x 9 | {numbers} | 45% | rms_norm 1000.0 µs | 12, rms_norm 15 |" in section
     assert f"| 1 x 9 | {numbers} | - | - | 20 |" in section
     assert "9000" not in section and "no place" not in section
-    records.append({**record, "size": "2 x 9", "commit": "def"})
-    section = pages(records)["norm.md"]
+    section = page.split("## layernorm\n")[1].split("\n## ")[0]
     assert "at commits abc and def:" in section
     assert f"| 2 x 9 | {numbers} | - | rms_norm 1000.0 µs | - |" in section
 

@@ -195,18 +195,16 @@ def test_is_documented_and_exported(op: Op[..., Any]) -> None:
 
 
 OPCHECKS = ("test_autograd_registration", "test_faketensor")
-TRACED = "test_aot_dispatch_static"
-"""Takes as long as all other parts: the first case stands for all."""
-SYMBOLIC = "test_aot_dispatch_dynamic"
-"""Sees shapes as symbols, which takes up to 8 s an op."""
+TRACED = ("test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+"""With shapes as they are, which test_capture.py sees too, and as symbols, which takes up to 8 s an
+op."""
 
 
-def opchecks(first: bool, *tensors: Tensor) -> tuple[str, ...]:
+def opchecks(*tensors: Tensor) -> tuple[str, ...]:
     """The parts of opcheck that can read the arguments: its look at the schema multiplies, and
     float8 cannot be multiplied."""
     eighths = any(t.is_floating_point() and t.itemsize == 1 for t in tensors)
-    parts = (*OPCHECKS, TRACED) if first else OPCHECKS
-    return parts if eighths else (*parts, "test_schema")
+    return OPCHECKS if eighths else (*OPCHECKS, "test_schema")
 
 
 def readable(op: Op[..., Any]) -> list[Arguments]:
@@ -218,20 +216,20 @@ def readable(op: Op[..., Any]) -> list[Arguments]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_traces_with_symbolic_shapes(op: Op[..., Any]) -> None:
+def test_traces(op: Op[..., Any]) -> None:
     own = without_out(readable(op)[0])
-    torch.library.opcheck(op.registered, own.args, own.kwargs, test_utils=(SYMBOLIC,))
+    torch.library.opcheck(op.registered, own.args, own.kwargs, test_utils=TRACED)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op: Op[..., Any]) -> None:
-    for number, arguments in enumerate(readable(op)[:OPCHECKED_CASES]):
+    for arguments in readable(op)[:OPCHECKED_CASES]:
         own, tensors = without_out(arguments), tensors_of(arguments)
-        parts = opchecks(number == 0, *tensors)
+        parts = opchecks(*tensors)
         torch.library.opcheck(op.registered, own.args, own.kwargs, test_utils=parts)
         if op.registered_out is not None:
             out = torch.empty_like(op(*own.args, **own.kwargs))
-            kwargs, parts = {**own.kwargs, "out": out}, opchecks(number == 0, *tensors, out)
+            kwargs, parts = {**own.kwargs, "out": out}, opchecks(*tensors, out)
             torch.library.opcheck(op.registered_out, own.args, kwargs, test_utils=parts)
 
 

@@ -31,7 +31,7 @@ from cairn.runner.prefill_graphs import (
 )
 from cairn.runner.rows import Layout, Rows
 from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
-from tests.engine.harness import FEW_CASES, assert_same, engine, greedy, run, text
+from tests.engine.harness import assert_same, engine, greedy, run, text
 from tests.runner.playing import LANDMARK, MAX_PAGES, Model, NoBackends, check_batch
 
 SIZE = 4
@@ -262,7 +262,14 @@ def with_a_spare_page(schema, sizes, device, spare) -> CachePools:
     return CachePools(schema, sizes, device, True)
 
 
-@pytest.mark.parametrize("case", FEW_CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "olmo_mha_interleave4",
+        "qwen_gqa4_prior_lora_inrange",
+        pytest.param("qwen_c64", marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_whose_steps_are_graphs(no_gpu, monkeypatch, case):
     """Chunks of every size, rows that decode beside them, prompt log-probabilities: as without."""
     with monkeypatch.context() as patched:

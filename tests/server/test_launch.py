@@ -132,7 +132,7 @@ def test_pickled_weights_are_refused_and_not_opened(model, tmp_path):
     [
         (("--host", "0.0.0.0"), True),
         (("--host", "0.0.0.0", "--api-key", "secret"), False),
-        (("--host", "localhost"), False),
+        pytest.param(("--host", "localhost"), False, marks=pytest.mark.slow),
     ],
 )
 def test_a_port_that_is_open_to_all_is_warned_of(tmp_path, arguments, warned):

@@ -111,7 +111,14 @@ def test_refusals_are_those_of_the_template(renderer: TemplateRenderer) -> None:
         rendered(renderer, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
 
 
-@pytest.mark.parametrize("template", [LOOP, POWER, RECURSION], ids=["loop", "power", "recursion"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(LOOP, id="loop"),
+        pytest.param(POWER, id="power"),
+        pytest.param(RECURSION, id="recursion", marks=pytest.mark.slow),
+    ],
+)
 def test_a_template_without_an_end_is_ended_and_the_next_goes_on(
     renderer: TemplateRenderer, template: str
 ) -> None:

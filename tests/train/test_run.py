@@ -80,7 +80,7 @@ def test_a_model_is_not_overwritten(go, recipe, tmp_path):
 
 def test_it_learns(go, recipe):
     stage = Stage(1.0, 128, 8, (2,), 0.5)
-    longer = replace(recipe, steps=60, stages=(stage,), log_steps=20, checkpoint_steps=60)
+    longer = replace(recipe, steps=40, stages=(stage,), log_steps=20, checkpoint_steps=40)
     _, lines = go(replace(longer, rates=Rates(warmup=5)))
     assert lines[0]["text"] - lines[-1]["text"] > 0.5
     assert lines[-1]["tokens_per_second"] > 0
@@ -88,7 +88,7 @@ def test_it_learns(go, recipe):
 
 def test_pressure_takes_attention_from_the_pages(go, recipe):
     stage = Stage(1.0, 256, 4, (8,), 0.5)
-    base = replace(recipe, steps=20, stages=(stage,), log_steps=20, checkpoint_steps=20)
+    base = replace(recipe, steps=12, stages=(stage,), log_steps=12, checkpoint_steps=12)
     base = replace(base, rates=Rates(warmup=1))
     free, pressed = (go(replace(base, page_weight=w), str(w))[0] for w in (0.0, 30.0))
     assert pressed.held_out["page_mass"] < 0.7 * free.held_out["page_mass"]

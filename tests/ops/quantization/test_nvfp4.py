@@ -55,6 +55,10 @@ def check_row(x: Tensor, got: Tensor, scale: list[float], g: float) -> None:
         assert agree(got[at], exact.clamp(-6, 6)), (block, part, got[at])
 
 
+FEW_OF_A_TILE = {0, 1, 2, 9, 30, 31}
+"""Rows of each 32 whose codes are looked at one by one; of the others the scales are."""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 16), (7, 48), (130, 80), (2, 3, 32), (1, 4160)])
 def test_codes_scales_and_tiles(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -70,9 +74,11 @@ def test_codes_scales_and_tiles(shape: tuple[int, ...], dtype: torch.dtype, devi
         assert codes.shape == (rows, shape[-1] // 2)
         assert stored.dtype == torch.float8_e4m3fn
         assert stored.shape == (-(-rows // 128) * 128, -(-blocks // 4) * 4)
-        for row, got in enumerate(values(codes)):
-            own = [scale_at(stored, row, block) for block in range(blocks)]
-            check_row(flat[row], got, own, float(scale))
+        found = values(codes)
+        for row in range(rows):
+            if row % 32 in FEW_OF_A_TILE:
+                own = [scale_at(stored, row, block) for block in range(blocks)]
+                check_row(flat[row], found[row], own, float(scale))
         used = sum(scale_at(stored, r, b) for r in range(rows) for b in range(blocks))
         assert float(stored.float().sum()) == pytest.approx(used), "what is added must be zero"
 
@@ -199,8 +205,9 @@ def test_groups(gated: bool, device: str) -> None:
 def test_gated_groups_have_the_codes_of_both_ops_one_after_the_other(device: str) -> None:
     """Of numbers enough for some to be rounded otherwise than by the definition."""
     g = torch.Generator().manual_seed(42)
-    x = torch.randn(32, 100, 4096, generator=g).bfloat16().to(device)
-    mask = torch.randint(1, 50, (32,), generator=g).int().to(device)
+    groups = 4 if device == "cpu" else 32
+    x = torch.randn(groups, 100, 4096, generator=g).bfloat16().to(device)
+    mask = torch.randint(1, 50, (groups,), generator=g).int().to(device)
     numbers = silu_and_mul(x)
     scale = 448 * 6 / numbers.abs().amax((1, 2)).float()
     codes, scales = silu_and_mul_scaled_fp4_grouped_quant(x, scale, mask)
@@ -233,7 +240,8 @@ def test_experts(mapped: bool, device: str) -> None:
                 continue
             place = 256 + row if row < 3 else row - 3
             own = [scale_at(stored, place, block) for block in range(3)]
-            check_row(rows[row], got, own, float(scale[expert]))
+            if row % 32 in FEW_OF_A_TILE:
+                check_row(rows[row], got, own, float(scale[expert]))
             found += sum(own)
         assert float(stored.float().sum()) == pytest.approx(found), "in between must be zero"
 

@@ -48,7 +48,7 @@ def test_boundaries_between_chunks(device: str) -> None:
         assert got.tolist() == expected, name
 
 
-@pytest.mark.parametrize(("laws", "k"), [(10, 4), (1, 40)])
+@pytest.mark.parametrize(("laws", "k"), [(4, 4), (1, 24)])
 def test_each_of_the_top_k_is_drawn_and_no_other(laws: int, k: int, device: str) -> None:
     # Nearly equal ones: each has one of these uniform numbers.
     torch.manual_seed(k)
