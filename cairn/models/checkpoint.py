@@ -18,6 +18,8 @@ from cairn.errors import BadModel
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+UNREAD = ("*.safetensors*", "*.h5", "*.msgpack", "*.onnx")
+"""Weights in other forms, or under other names."""
 CONVERTIBLE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Stored dtypes that convert without a scale: name in a header -> name."""
 ELEMENT_BYTES = {
@@ -90,7 +92,11 @@ def read_headers(folder: Path) -> dict[str, TensorEntry]:
             f"{folder} holds only pickled weights ({pickled[0]}), which can run code when opened",
             "Convert them to model.safetensors",
         )
-    raise BadModel(f"{folder} holds no weights", f"Put {SINGLE} (or shards with {INDEX}) there")
+    others = sorted(path.name for pattern in UNREAD for path in folder.glob(pattern))
+    found = f" that are read, only {', '.join(others[:3])}" if others else ""
+    raise BadModel(
+        f"{folder} holds no weights{found}", f"Put {SINGLE} (or shards with {INDEX}) there"
+    )
 
 
 def stored_rows(entries: dict[str, TensorEntry]) -> StoredRows:

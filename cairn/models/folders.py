@@ -48,12 +48,6 @@ def refuse_other_paths(path: Path) -> None:
         )
     if (path / "config.json").is_file():
         return
-    inner = _inner_folder(path)
-    if inner is not None:
-        raise BadModel(f"{path} has no config.json, but a folder in it has", f"Give {inner}")
-    ggufs = sorted(path.glob("*.gguf"))
-    if ggufs:
-        raise _refused_gguf(ggufs[0])
     for name, what in (
         ("model_index.json", "a diffusion pipeline"),
         ("params.json", "a checkpoint in its author's own form"),
@@ -63,6 +57,12 @@ def refuse_other_paths(path: Path) -> None:
                 f"{path} has no config.json: it holds {what} ({name})",
                 "Give a model in Hugging Face's form: config.json and safetensors",
             )
+    inner = _inner_folder(path)
+    if inner is not None:
+        raise BadModel(f"{path} has no config.json, but a folder in it has", f"Give {inner}")
+    ggufs = sorted(path.glob("*.gguf"))
+    if ggufs:
+        raise _refused_gguf(ggufs[0])
 
 
 def refuse_other_weights(folder: Path) -> None:

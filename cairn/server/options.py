@@ -171,7 +171,8 @@ def _origin(origin: object) -> None:
     if not isinstance(origin, str) or not re.fullmatch(pattern, text):
         raise BadConfig(
             f"allowed_origins has {origin!r}",
-            "Write scheme, host and port without a path, such as https://example.com; * for all",
+            "Write scheme, host and port in lower case without a path, such as "
+            "https://example.com; * for all",
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from cairn.errors import BadModel
+from cairn.models.checkpoint import read_headers
 from cairn.models.registry import load_spec
 
 
@@ -129,7 +130,16 @@ def test_a_file_of_the_folder(folder, name):
 @pytest.mark.parametrize("name", ["model_index.json", "params.json"])
 def test_other_kinds_of_checkpoints(tmp_path, name):
     (tmp_path / name).write_text("{}")
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text("{}")
     refused(tmp_path, name, "config.json and safetensors")
+
+
+def test_weights_under_other_names(folder):
+    for name in ("weights.safetensors", "tf_model.h5"):
+        (folder / name).write_bytes(b"")
+    with pytest.raises(BadModel, match=r"only tf_model\.h5, weights\.safetensors"):
+        read_headers(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
