@@ -1,10 +1,10 @@
-"""Requests to a server's application from its own process, without a connection."""
+"""ASGI requests that do not come from a connection, or whose body was read before."""
 
 from __future__ import annotations
 
 import asyncio
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Receive
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -20,15 +20,7 @@ async def post(
         headers: with lower-case names; the length of the body is set here.
         body: of the request.
     """
-    sent = False
     status, answered, parts = 500, dict[bytes, bytes](), list[bytes]()
-
-    async def receive() -> Message:
-        nonlocal sent
-        if sent:
-            await asyncio.Event().wait()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(message: Message) -> None:
         nonlocal status, answered
@@ -51,8 +43,26 @@ async def post(
         "client": None,
         "server": None,
     }
-    await app(scope, receive, send)
+    await app(scope, replayed(body, _never), send)
     return status, answered, b"".join(parts)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives a request body which was read before, then what `receive` gives."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _never() -> Message:
+    return await asyncio.Future[Message]()
 
 
 def with_length(headers: Headers, length: int) -> Headers:

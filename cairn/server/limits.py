@@ -11,10 +11,11 @@ import numpy as np
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive, Scope
+from starlette.types import Receive, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.server.encodings import decoded, decoders
+from cairn.server.in_process import replayed
 from cairn.server.options import ServerOptions
 
 BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -82,7 +83,7 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> R
     depth = options.max_json_depth
     if nested_deeper(body, depth):
         raise HTTPException(400, f"the request body is nested more than {depth} levels deep")
-    return _replay(body, receive)
+    return replayed(body, receive)
 
 
 def _as_utf8(body: bytes) -> bytes:
@@ -153,19 +154,6 @@ class BoundedProtocol(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
 
 
 def _too_long(size: str, limit: int) -> HTTPException:

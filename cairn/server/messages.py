@@ -149,13 +149,13 @@ def _turn(turn: Turn) -> Iterator[dict[str, Any]]:
     if isinstance(turn.content, str):
         yield message(role, turn.content)
         return
-    texts: list[TextBlock | ImageBlock] = []
+    texts: list[TextBlock | SystemBlock | ImageBlock] = []
     thoughts: list[str] = []
     calls = []
     results = 0
     for block in turn.content:
         match block:
-            case TextBlock() | ImageBlock():
+            case TextBlock() | SystemBlock() | ImageBlock():
                 texts.append(block)
             case ThinkingBlock():
                 thoughts.append(block.thinking)

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cairn.server.in_process import Headers, post, with_length
+from cairn.server.in_process import Headers, post, replayed, with_length
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class AfterPrefill:
             if found is not None:
                 body = msgspec.json.encode(asked | {PARAMETERS: found})
                 scope = {**scope, "headers": with_length(headers, len(body))}
-        await self._app(scope, _received(body, receive), send)
+        await self._app(scope, replayed(body, receive), send)
 
 
 async def prompt_computed(
@@ -87,20 +87,6 @@ async def _body(receive: Receive) -> bytes:
         parts += message.get("body", b"")
         more = message["type"] == "http.request" and message.get("more_body", False)
     return bytes(parts)
-
-
-def _received(body: bytes, behind: Receive) -> Receive:
-    """Gives a body that has come, then what comes behind it: the end of the connection."""
-    given = False
-
-    async def receive() -> Message:
-        nonlocal given
-        if given:
-            return await behind()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return receive
 
 
 def _fields(body: bytes) -> dict[str, Any] | None:

@@ -4,8 +4,10 @@ import json
 
 import msgspec
 import pytest
+from msgspec import inspect
 
 from cairn.errors import BadRequest
+from cairn.server.openapi import ENDPOINTS
 from cairn.server.protocol.chat import ChatRequest
 from cairn.server.protocol.completions import CompletionRequest
 from cairn.server.protocol.fields import read
@@ -216,3 +218,27 @@ def test_sounds_and_files_are_refused_by_name(api, kind, value):
     error = api.error("/v1/chat/completions", body)
     assert error["param"] == f"messages[0].content[1].{kind}"
     assert "text and images only" in error["message"]
+
+
+@pytest.mark.parametrize("endpoint", [e for e in ENDPOINTS if e.body], ids=lambda e: e.path)
+def test_a_tag_is_never_left_out(endpoint):
+    """msgspec takes the tag of the only struct of a union for granted; the description does not."""
+    seen, left = set(), [inspect.type_info(endpoint.body)]
+    while left:
+        kind = left.pop()
+        if isinstance(kind, inspect.Metadata):
+            left.append(kind.type)
+            continue
+        members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+        structs = [each for each in members if isinstance(each, inspect.StructType)]
+        assert len(structs) != 1 or structs[0].tag is None, structs[0].cls
+        for each in members:
+            if isinstance(each, inspect.StructType) and each.cls not in seen:
+                seen.add(each.cls)
+                left += [field.type for field in each.fields]
+            elif isinstance(each, inspect.ListType):
+                left.append(each.item_type)
+            elif isinstance(each, inspect.DictType):
+                left.append(each.value_type)
+            elif isinstance(each, inspect.Metadata):
+                left.append(each.type)

@@ -96,7 +96,7 @@ class HiddenThinkingBlock(History, tag_field="type", tag="redacted_thinking"):
 class SystemTurn(History, tag_field="role", tag="system"):
     """What the assistant is told by whoever runs it."""
 
-    content: str | list[TextBlock]
+    content: str | list[SystemBlock]
 
 
 class UserTurn(History, tag_field="role", tag="user"):
@@ -156,9 +156,10 @@ class NoChoice(_Choice, tag_field="type", tag="none"):
 AnthropicChoice = AutoChoice | AnyChoice | ToolChoice | NoChoice
 
 
-class SchemaOutput(Fields, tag_field="type", tag="json_schema"):
+class SchemaOutput(Fields):
     """JSON that follows a schema."""
 
+    type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
