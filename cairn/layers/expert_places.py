@@ -17,14 +17,18 @@ class ExpertPlaces:
         placement: the expert in every place, rank by rank, of as many places each.
         experts: how many there are, E.
         group: the ranks.
+        shared: experts E, E + 1, .. that every token runs, in the places behind the others; each
+            rank has its own.
 
     Attributes:
         placement: [ranks, places].
         loads: [E] int64, tokens that chose each expert; None: nobody counts.
     """
 
-    def __init__(self, placement: tuple[int, ...], experts: int, group: Group) -> None:
-        self.experts, self._group = experts, group
+    def __init__(
+        self, placement: tuple[int, ...], experts: int, group: Group, shared: int = 0
+    ) -> None:
+        self.experts, self._group, self._shared = experts, group, shared
         self.placement: Ints = np.array(placement, dtype=np.int64).reshape(group.size, -1)
         self.loads: Tensor | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -61,17 +65,20 @@ class ExpertPlaces:
             return only
         chosen = ids.clamp(min=0).long()
         if self.loads is not None:
-            flat = chosen.flatten()
+            flat = chosen[:, : chosen.shape[1] - self._shared].flatten()
             self.loads.scatter_add_(0, flat, torch.ones_like(flat))
         found = places[chosen, slots.unsqueeze(1) % copies[chosen]]
         return torch.where(ids < 0, -1, found)
 
     def _computed(self) -> tuple[Tensor, Tensor]:
-        """Copies of each expert [E] int64, and this rank's place of each copy [E + 1, ranks] int32,
-        -1 in the last row."""
+        """Copies of each expert [E + shared] int64, and this rank's place of each copy
+        [E + shared + 1, ranks] int32, -1 in the last row."""
         ranks, count = self.placement.shape
-        copies = np.zeros(self.experts, dtype=np.int64)
-        places = np.full((self.experts + 1, ranks), -1, dtype=np.int32)
+        every = self.experts + self._shared
+        copies = np.zeros(every, dtype=np.int64)
+        places = np.full((every + 1, ranks), -1, dtype=np.int32)
+        copies[self.experts :] = 1
+        places[self.experts : every, 0] = np.arange(count, count + self._shared)
         for rank in range(ranks):
             for place in range(count):
                 expert = self.placement[rank, place]

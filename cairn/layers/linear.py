@@ -187,7 +187,10 @@ class ExpertLinear(nn.Module):
         """
         found = self.scheme.weights(self, source, self.routed)
         count = self._of.shared
-        return found if count == 1 else [_divided(weight, count, axis) for weight in found]
+        # Ranks that hold whole experts have some of those that the stored one is divided into.
+        if count == 1 and self._of.held is None:
+            return found
+        return [_divided(weight, count, axis) for weight in found]
 
 
 def _divided(weight: Weight, count: int, axis: int) -> Weight:

@@ -1,8 +1,8 @@
 """Mixture of experts: a router, the experts that it chooses, and one that every token runs.
 
 The shared expert is a part of the grouped products where it can be: it is as wide as one or several
-routed experts, and its matrices are stored like theirs. Else, and with expert parallelism, it is a
-gated MLP of its own.
+routed experts, and its matrices are stored like theirs; with expert parallelism each rank's part of
+it is. Else it is a gated MLP of its own.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class MixtureOfExperts(nn.Module):
         down = [Rows(names.down, hidden)]
         # Both products of an expert are computed together.
         routed = scheme.within("experts").of([*up, *down], experts=True)
-        self.places: ExpertPlaces | None = None
-        if spec.placement and not sharing.alone:
-            self.places = ExpertPlaces(spec.placement, spec.experts, sharing)
         own = scheme.within(spec.shared_name)
         joined = _joined(spec, group, routed, own.of([*up, *down], experts=True))
+        self.places: ExpertPlaces | None = None
+        if spec.placement and not sharing.alone:
+            self.places = ExpertPlaces(spec.placement, spec.experts, sharing, joined)
         held = None if self.places is None else self.places.held
         experts = Experts(spec.experts, held, joined)
         # A gate gives the shared expert's weight, also if that is an MLP of its own.
@@ -141,11 +141,11 @@ class MixtureOfExperts(nn.Module):
 
 def _joined(spec: MoeFfn, group: Group, routed: Scheme, shared: Scheme) -> int:
     """How many experts of the grouped products the shared one is; 0: it is an MLP of its own."""
-    # With expert parallelism ranks divide the shared expert's columns. As an expert among the
-    # others each of them would have it whole.
-    if spec.placement or spec.shared % spec.intermediate:
+    if spec.shared % spec.intermediate or (spec.placement and not spec.shared_places):
         return 0
     count = spec.shared // spec.intermediate
     # Ranks decide by the width of whole experts, so that they all decide alike.
     width = spec.intermediate * group.size if count > 1 else 0
+    if spec.placement:
+        width = spec.intermediate
     return count if routed.joins(shared, width) else 0

@@ -171,19 +171,24 @@ def resolve_experts(
             options.eplb_rebalance_layers_per_chunk,
         )
         balance = Balance(every, chunk)
-    return _with_places(model, iter(placements)), balance
+    # Engines each run the shared expert for tokens of their own.
+    divided = 1 if engines > 1 else ranks
+    return _with_places(model, iter(placements), divided), balance
 
 
 def without_places(model: ModelSpec) -> ModelSpec:
     """The same model, whoever has its experts."""
-    return _with_places(model, itertools.repeat(()))
+    return _with_places(model, itertools.repeat(()), 1)
 
 
-def _with_places(model: ModelSpec, placements: Iterator[tuple[int, ...]]) -> ModelSpec:
+def _with_places(model: ModelSpec, placements: Iterator[tuple[int, ...]], ranks: int) -> ModelSpec:
     def placed(layer: LayerSpec) -> LayerSpec:
-        if not isinstance(layer.ffn, MoeFfn):
+        ffn = layer.ffn
+        if not isinstance(ffn, MoeFfn):
             return layer
-        return replace(layer, ffn=replace(layer.ffn, placement=next(placements)))
+        each, rest = divmod(ffn.shared, ffn.intermediate * ranks)
+        shared = 0 if rest or ranks == 1 else each
+        return replace(layer, ffn=replace(ffn, placement=next(placements), shared_places=shared))
 
     layers, draft = tuple(map(placed, model.layers)), model.draft
     if draft is not None:

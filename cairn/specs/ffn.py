@@ -88,6 +88,8 @@ class MoeFfn:
         limit, names: of all experts, see `DenseFfn`.
         placement: the expert in every place of all ranks, rank by rank (expert parallelism); empty:
             each rank has a part of every expert.
+        shared_places: with a placement, experts of this width that the shared one's part of a rank
+            is; 0: it is a gated unit of its own.
     """
 
     experts: int
@@ -100,6 +102,7 @@ class MoeFfn:
     limit: float = 0.0
     names: FfnNames = FfnNames()
     placement: tuple[int, ...] = ()
+    shared_places: int = 0
 
     def of_rank(self, ranks: int) -> Self:
         """A part of every expert, or whole experts by the placement, and a part of the shared one,

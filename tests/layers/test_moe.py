@@ -14,6 +14,7 @@ from cairn.layers.schemes.base import PlainScheme, Scheme
 from cairn.layers.schemes.fp8_block import Fp8BlockScheme
 from cairn.layers.weight import Source, Weight
 from cairn.models.sharding import Division, divide
+from cairn.specs.experts import trivial_placement
 from cairn.specs.ffn import MoeFfn, RouterSpec
 
 HIDDEN, EXPERTS, ACTIVE = 24, 5, 2
@@ -61,7 +62,9 @@ def built(spec: MoeFfn, scheme: Scheme, group: Group, found: dict[str, Tensor]) 
         tensors = [stored(weight) for weight in (pair.whole, *pair.whole.beside)]
         names = (weight.source for weight in (pair.whole, *pair.whole.beside))
         found.update(zip(names, tensors, strict=True))
-        pair.fill(*tensors)
+        # Experts of other ranks have none.
+        if pair.own.parameter is not None:
+            pair.fill(*tensors)
     return own
 
 
@@ -133,3 +136,36 @@ def test_the_shared_expert(
             y += mixture(Hidden(x, ids=ids))
         wanted = formula(spec, found, x.double(), ids)
         assert (y - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    "width, shared, gated, router, scheme",
+    [
+        (16, 32, False, HASHED, PlainScheme()),
+        (16, 64, True, SOFTMAX, PlainScheme()),
+        (128, 256, False, SIGMOID, FP8),
+        # A rank's part is half an expert.
+        (16, 16, True, SOFTMAX, PlainScheme()),
+    ],
+)
+def test_the_shared_expert_beside_whole_experts(
+    width: int, shared: int, gated: bool, router: RouterSpec, scheme: Scheme
+) -> None:
+    """Of two ranks, which have copies of some."""
+    placement = trivial_placement(EXPERTS, 2, 2)
+    places = shared // (2 * width)
+    given = {"shared": shared, "shared_gate": gated, "shared_places": places}
+    spec = MoeFfn(EXPERTS, ACTIVE, width, router, placement=placement, **given)
+    g = torch.Generator().manual_seed(3)
+    x, ids = torch.randn(6, HIDDEN, generator=g), torch.arange(6)
+    found: dict[str, Tensor] = {}
+    y = torch.zeros(6, HIDDEN)
+    for rank in range(2):
+        mixture = built(spec, scheme, Rank(rank, 2), found)
+        assert (mixture.shared is None) == (places > 0)
+        y += mixture(Hidden(x, ids=ids, slots=torch.arange(6) % 2))
+        mixture.places.loads = torch.zeros(EXPERTS, dtype=torch.int64)
+        mixture(Hidden(x, ids=ids, slots=ids))
+        assert mixture.places.loads.sum() == 6 * ACTIVE
+    wanted = formula(spec, found, x.double(), ids)
+    assert (y - wanted).abs().max() < 1e-5 * wanted.abs().max()
