@@ -77,17 +77,17 @@ def check_devices(config: EngineConfig) -> None:
         )
 
 
-def check_engines(config: EngineConfig, asked: int | None, engines: int) -> None:
+def check_engines(config: EngineConfig, asked: int, engines: int) -> None:
     """Raise BadConfig if experts are to be shared with engines that are not there, or on GPUs.
 
     Args:
         asked: number of engines that the options ask for.
         engines: number of engines, including this one.
     """
-    if (asked or 1) != engines:
+    if asked != engines:
         raise BadConfig(
-            f"ep_size is {asked}, but experts are shared by {engines}",
-            f"Use {engines}, or leave it out",
+            f"expert_engines is {asked}, but experts are shared by {engines}",
+            "Leave it out: --data-parallel-size of `cairn serve` sets it",
         )
     if engines > 1 and config.device != "cpu":
         raise BadConfig(
@@ -109,7 +109,7 @@ def _sharing(options: EngineOptions, replicas: int, ranks: int) -> EngineOptions
             f"ep_size is {options.ep_size}, but experts are shared by {replicas} replicas",
             f"Use {replicas}, or leave it out",
         )
-    return replace(options, ep_size=replicas)
+    return replace(options, expert_engines=replicas)
 
 
 def _on_host(options: EngineOptions, parts: int) -> EngineOptions:

@@ -32,7 +32,8 @@ class ExpertOptions:
 
     Attributes:
         enable_expert_parallel: each rank holds some experts whole, instead of a part of each.
-        ep_size: ranks that share the experts: all there are, if given.
+        ep_size: ranks or replicas that share the experts: all there are, if given.
+        expert_engines: replicas that share them, one of which this engine is; the server sets it.
         enable_eplb: experts are counted, and moved or copied between ranks so that all ranks get
             about as many tokens.
         ep_num_redundant_experts: places for copies of busy experts, in all.
@@ -55,6 +56,7 @@ class ExpertOptions:
         default=None,
         metadata={"type": int, "help": "Ranks that share the experts.  [default: all]"},
     )
+    expert_engines: int = 1
     enable_eplb: bool = field(
         default=False,
         metadata={
@@ -114,8 +116,9 @@ class Balance:
 
 
 def expert_options() -> tuple[Field[Any], ...]:
-    """The fields of `ExpertOptions`; their metadata says what a command line needs."""
-    return fields(ExpertOptions)
+    """The fields of `ExpertOptions` that a user sets; their metadata says what a command line
+    needs."""
+    return tuple(field for field in fields(ExpertOptions) if field.metadata)
 
 
 def resolve_experts(
@@ -143,10 +146,9 @@ def resolve_experts(
     mixtures = [layer.ffn for layer in _layers(model) if isinstance(layer.ffn, MoeFfn)]
     if not mixtures:
         raise BadConfig("enable_expert_parallel is given, but the model has no experts")
-    # Engines of one rank each may share experts, see `cairn.engine.placement`.
-    engines = options.ep_size if ranks == 1 and options.ep_size else 1
-    if engines > 1:
-        ranks = engines
+    if options.expert_engines > 1:
+        # They have one rank each, see `cairn.engine.placement`.
+        ranks = options.expert_engines
         if options.enable_eplb or model.draft is not None:
             what = "enable_eplb" if options.enable_eplb else "speculative_algorithm NEXTN"
             raise BadConfig(
@@ -172,7 +174,7 @@ def resolve_experts(
         )
         balance = Balance(every, chunk)
     # Engines each run the shared expert for tokens of their own.
-    divided = 1 if engines > 1 else ranks
+    divided = 1 if options.expert_engines > 1 else ranks
     return _with_places(model, iter(placements), divided), balance
 
 
@@ -223,6 +225,7 @@ def _check(options: ExpertOptions) -> None:
             raise BadConfig(f"{name} must be true or false, not {getattr(options, name)!r}")
     for name, least in (
         ("ep_size", 1),
+        ("expert_engines", 1),
         ("ep_num_redundant_experts", 0),
         ("eplb_rebalance_num_iterations", 1),
         ("eplb_rebalance_layers_per_chunk", 1),

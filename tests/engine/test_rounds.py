@@ -48,7 +48,7 @@ class One:
     """An engine in a thread of its own, as in a process of its own."""
 
     def __init__(self, number: int, count: int, store, rounds: int, **options) -> None:
-        self.number, self.given = number, OPTIONS | {"ep_size": count} | options
+        self.number, self.given = number, OPTIONS | {"expert_engines": count} | options
         self.made = lambda: group_of(store, number, count, torch.device("cpu"))
         self.rounds, self.error = rounds, None
         self.tokens: dict[int, list[int]] = {}
@@ -69,7 +69,7 @@ class One:
         try:
             # Who is done goes on for the others; the last engine has nothing to do at all.
             while built.rounds.count < self.rounds:
-                last = self.number == self.given["ep_size"] - 1
+                last = self.number == self.given["expert_engines"] - 1
                 if waiting and not last and (rng.random() < 0.1 or not core.has_work):
                     at, prompt = waiting.pop(0)
                     live[at] = core.add(f"{at}", prompt, greedy(OUTPUT))
@@ -110,15 +110,17 @@ def test_what_engines_cannot_share_is_refused() -> None:
         given = EngineOptions(**OPTIONS | options)
         return placed(Launch("model", given, 1, None, 0, 2, "file"))
 
-    assert launched().ep_size == 2
+    assert launched().expert_engines == 2
     with pytest.raises(BadConfig, match="tensor_parallel_size is 2 and data_parallel_size 2"):
         launched(tensor_parallel_size=2)
     with pytest.raises(BadConfig, match="ep_size is 3, but .* 2 replicas"):
         launched(ep_size=3)
-    with pytest.raises(BadConfig, match="ep_size is 2, but experts are shared by 1"):
+    with pytest.raises(BadConfig, match="ep_size is 2, but .* which are 1"):
         build(MODEL, EngineOptions(**OPTIONS, ep_size=2))
+    with pytest.raises(BadConfig, match="expert_engines is 2, but experts are shared by 1"):
+        build(MODEL, EngineOptions(**OPTIONS, expert_engines=2))
     with pytest.raises(BadConfig, match="enable_eplb does not go together"):
-        build(MODEL, EngineOptions(**OPTIONS, ep_size=2, enable_eplb=True))
+        build(MODEL, EngineOptions(**OPTIONS, expert_engines=2, enable_eplb=True))
 
 
 @pytest.mark.slow
