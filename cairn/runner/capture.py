@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cairn import ops
+from cairn.distributed.groups import ALONE, Group
 
 WARM_UPS = 2
 """Warm-up runs before a capture, which compile kernels and allocate workspaces."""
@@ -44,13 +45,18 @@ def _beside(device: int) -> torch.cuda.Stream:
 
 
 @torch.inference_mode()
-def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
+def capture(run: Callable[[bool], Tensor], pool: Any, group: Group = ALONE) -> Captured:
     """Capture `run` as a graph; `run` is told whether the call is a rehearsal.
 
     Args:
         run: launches a step and returns its output.
         pool: memory shared by graphs that never run at the same time
             (torch.cuda.graph_pool_handle).
+        group: ranks that capture the same graph at the same time.
+
+    Raises:
+        torch.OutOfMemoryError: the graph takes more memory than is free, on this rank or another;
+            or the step does, on this one.
     """
     stream = _beside(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -64,7 +70,16 @@ def capture(run: Callable[[bool], Tensor], pool: Any) -> Captured:
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog thread queries events meanwhile, which mode "global" forbids to all threads.
     mode = "thread_local"
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
-        output = run(False)
+    failed: torch.OutOfMemoryError | None = None
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+            output = run(False)
+    except torch.OutOfMemoryError as error:
+        failed = error
+    # A rank that replayed the graph without the others would wait for them for ever.
+    if not group.alone and not group.least(int(failed is None), torch.device("cuda")):
+        failed = failed or torch.OutOfMemoryError("another rank has no memory for the graph")
+    if failed is not None:
+        raise failed
     # A live tensor would keep its memory from other graphs of the pool.
     return Captured(graph, ops.weak_ref_tensor(output))

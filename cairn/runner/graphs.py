@@ -30,6 +30,7 @@ from cairn import ops
 from cairn.attention.cuts import decode_cuts
 from cairn.attention.registry import Backends
 from cairn.attention.step import Step
+from cairn.distributed.groups import ALONE, Group
 from cairn.runner.buffers import StepFields
 from cairn.runner.capture import Captured, capture
 from cairn.runner.draft_head import Chains, DraftHead
@@ -92,14 +93,14 @@ class Place:
         backends: of the model's layers.
         rows: page tables and last tokens; their addresses stay.
         spare_pages: by page group, a spare page, to which padding writes.
-        alone: whether there is one rank; otherwise rank 0 samples outside of the graphs, and all
-            ranks capture the same graphs at the same time.
+        group: ranks that capture and run the same graphs at the same time; with several, rank 0
+            samples outside of the graphs.
     """
 
     backends: Backends
     rows: Rows
     spare_pages: tuple[int, ...]
-    alone: bool = True
+    group: Group = ALONE
 
     @property
     def spare_locations(self) -> tuple[int, ...]:
@@ -210,6 +211,7 @@ class DecodeGraphs:
         )
         self._device = self._lines.device
         self._captured: dict[Kind, Captured] = {}
+        self._too_large: set[Kind] = set()
         self._last: tuple[Kind, Captured] | None = None
         self._ahead: list[Kind] | None = None
         self.pool = torch.cuda.graph_pool_handle()
@@ -261,6 +263,8 @@ class DecodeGraphs:
         kind = Kind(buckets[at], sampling.ending, given is not None)
         # Get the graph first: a capture runs on padding and must not read this step's buffers.
         graph = self._graph(kind)
+        if graph is None:
+            return None
         if len(grants.cells) > kind.slots:
             write_cells(self.place.rows.tables, grants)
             grants = NO_GRANTS
@@ -285,19 +289,14 @@ class DecodeGraphs:
         """Capture the next missing graph of the most frequent kinds; False: none is missing. The
         largest are first, so that the others reuse their memory."""
         if self._ahead is None:
-            endings = (Ending.GREEDY, Ending.DRAW) if self.place.alone else (Ending.LOGITS,)
+            endings = (Ending.GREEDY, Ending.DRAW) if self.place.group.alone else (Ending.LOGITS,)
             ahead = (k for k in self.kinds() if k.ending in endings)
             self._ahead = sorted(ahead, key=lambda kind: kind.slots)
         while self._ahead:
             kind = self._ahead.pop()
-            if kind in self._captured:
+            if kind in self._captured or kind in self._too_large:
                 continue
-            try:
-                self._captured[kind] = self._capture(kind)
-            except torch.OutOfMemoryError as error:
-                if not self.place.alone:
-                    raise
-                log.warning("no more graphs of decode steps are captured ahead: %s", error)
+            if self._prepare(kind) is None:
                 self._ahead.clear()
             return bool(self._ahead)
         return False
@@ -308,16 +307,17 @@ class DecodeGraphs:
         for kind in self.kinds():
             self._run(kind, True)
 
-    def _graph(self, kind: Kind) -> Captured:
-        """The graph of a kind, captured at first use."""
+    def _graph(self, kind: Kind) -> Captured | None:
+        """The graph of a kind, captured at first use; None: there is no memory for it."""
         last = self._last
         if last is not None and last[0] == kind:
             # Most steps have the kind of the previous one.
             return last[1]
         captured = self._captured.get(kind)
-        if captured is None:
-            captured = self._captured[kind] = self._capture(kind)
-        self._last = kind, captured
+        if captured is None and kind not in self._too_large:
+            captured = self._prepare(kind)
+        if captured is not None:
+            self._last = kind, captured
         return captured
 
     def _closing(self, bucket: int) -> int:
@@ -359,9 +359,16 @@ class DecodeGraphs:
         batch = replace(batch, guesses=self._drafts if guessing else 0)
         return place.backends.step(batch, decode_cuts(bucket)), names.last[:bucket]
 
-    def _capture(self, kind: Kind) -> Captured:
+    def _prepare(self, kind: Kind) -> Captured | None:
+        """Capture a graph; None, and such steps run without one, where there is no memory."""
         began = time.perf_counter()
-        captured = capture(functools.partial(self._run, kind), self.pool)
+        try:
+            captured = capture(functools.partial(self._run, kind), self.pool, self.place.group)
+        except torch.OutOfMemoryError as error:
+            self._too_large.add(kind)
+            log.warning("decode steps of %d slots run without a graph: %s", kind.slots, error)
+            return None
+        self._captured[kind] = captured
         log.info(
             "captured the %s step of %d slots, %s, in %.2f s",
             "verify" if kind.guessing else "decode",

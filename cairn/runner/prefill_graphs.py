@@ -146,11 +146,9 @@ class PrefillGraphs:
         # Graphs captured here run once on padding before capture.
         self._buffers.write(None, kind.slots)
         try:
-            self._captured[kind] = capture(functools.partial(self._run, kind), self._pool)
+            run = functools.partial(self._run, kind)
+            self._captured[kind] = capture(run, self._pool, self._place.group)
         except torch.OutOfMemoryError as error:
-            if not self._place.alone:
-                # Other ranks have captured it, and would run it without this one.
-                raise
             self._too_large.add(kind)
             log.warning("steps of %d slots run without a graph: %s", kind.slots, error)
             return

@@ -236,7 +236,7 @@ class Runner:
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         if pools.spare_pages is not None:
-            place = Place(self.backends, self.rows, pools.spare_pages, group.alone)
+            place = Place(self.backends, self.rows, pools.spare_pages, group)
             head, drafts = self.draft_head, shape.drafts
             self.graphs = DecodeGraphs(model, place, shape.num_rows, drafts, head)
             self.prefill_graphs = PrefillGraphs(self.graphs, shape.graph_slots)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cairn.distributed.groups import Group
 from cairn.runner import graphs, prefill_graphs
 from cairn.runner.capture import Captured
 
@@ -29,7 +30,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
-    def capture(run: Callable[[bool], torch.Tensor], pool: None) -> Captured:
+    def capture(run: Callable[[bool], torch.Tensor], pool: None, group: Group) -> Captured:
         output = run(True)
         again = SimpleNamespace(replay=lambda: output.copy_(run(False)))
         return Captured(again, output)

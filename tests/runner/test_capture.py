@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cairn.distributed.groups import Group
 from cairn.runner import capture as module
 from cairn.runner.capture import capture
 
@@ -67,3 +68,23 @@ def test_what_a_failed_rehearsal_queued_is_awaited(played):
     with pytest.raises(torch.OutOfMemoryError):
         capture(run, None)
     assert len(main.awaited) == 1 and not used
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_ranks_capture_a_graph_together_or_not_at_all(played, fails):
+    """With memory for it on one of two ranks none has the graph."""
+    asked = []
+
+    class Pair(Group):
+        def least(self, number, device):
+            asked.append(number)
+            return 0
+
+    def run(rehearsal):
+        if fails and not rehearsal:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.ones(2)
+
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out" if fails else "another rank"):
+        capture(run, None, Pair(0, 2))
+    assert asked == [1 - fails]

@@ -237,11 +237,11 @@ def test_a_graph_that_memory_does_not_hold_is_done_without(no_gpu, monkeypatch, 
     graphs = graphs_of(device, Model())
     tried, fitting = [], prefill_graphs.capture
 
-    def capture(run, pool):
+    def capture(run, pool, group):
         tried.append(run.args[0].slots)
         if tried[-1] > 32:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return fitting(run, pool)
+        return fitting(run, pool, group)
 
     monkeypatch.setattr(prefill_graphs, "capture", capture)
     large, small = lay_out(rows, 0, 30), lay_out(rows, 0, 18)
