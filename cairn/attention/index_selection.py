@@ -3,7 +3,7 @@ stands for a token, in compressed attention for an entry."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from cairn.attention.mla_format import IndexFormat
 
 BLOCK_BYTES = 64 << 20
 """Of scores that are made at once: they grow with the context."""
+DIVIDED = 16
+"""Queries that ranks divide; of fewer each rank selects for all, which takes no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class IndexKeys:
 
 def select_cells(index: IndexInputs, keys: IndexKeys, topk: int, chunked: bool) -> Tensor:
     """Cells [T, topk] int32, page * size + place in the page, of the keys with the best scores; -1
-    behind them.
+    behind them. Each rank selects for a part of the queries and gets the cells of the others.
 
     Args:
         index: queries and weights.
@@ -49,6 +51,13 @@ def select_cells(index: IndexInputs, keys: IndexKeys, topk: int, chunked: bool) 
         topk: keys that each query selects, at most.
         chunked: see `cairn.ops.paged_mqa_logits`.
     """
+    group, count = index.group, len(keys.row)
+    if not group.alone and count >= DIVIDED and count % group.size == 0:
+        each = count // group.size
+        own = slice(group.rank * each, (group.rank + 1) * each)
+        mine = IndexInputs(index.q[own], None, index.weights[own])
+        its = replace(keys, row=keys.row[own], seen=keys.seen[own])
+        return group.gathered(select_cells(mine, its, topk, chunked)).flatten(0, 1)
     q, weights, form = index.q, index.weights, keys.form
     if form.quantized:
         q, weights = ops.index_q_quantize(q, weights, form.rotated)

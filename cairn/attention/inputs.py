@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from cairn.distributed.groups import ALONE, Group
+
 
 @dataclass(frozen=True, slots=True)
 class GqaInputs:
@@ -44,11 +46,13 @@ class IndexInputs:
         q: [T, Hi, D], rotated queries.
         k: [T, D], the normed and rotated key of each token; None: keys are those of entries.
         weights: [T, Hi] float32, of the heads; factors of the scores are in them.
+        group: ranks that have the same of all this, and divide the queries.
     """
 
     q: Tensor
     k: Tensor | None
     weights: Tensor
+    group: Group = ALONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,12 @@ class PeerCollectives(Protocol):
     def sum(self, x: Tensor, out: Tensor, add: bool = False) -> None:
         """out = sum of x over the ranks, or out += that sum."""
 
+    def takes_gathered(self, x: Tensor) -> bool:
+        """Whether `gather` supports it."""
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """out [ranks, ..] = x of every rank."""
+
     def takes_rows(self, residual: Tensor) -> bool:
         """Whether `add_normed` supports it."""
 
@@ -131,7 +137,9 @@ class Group:
         if self.alone:
             return x.unsqueeze(0)
         every = x.new_empty(self.size, *x.shape)
-        if x.numel():
+        if x.is_cuda and self.peers is not None and self.peers.takes_gathered(x):
+            self.peers.gather(x.contiguous(), every)
+        elif x.numel():
             self.backend._allgather_base(every.view(-1), x.reshape(-1)).wait()
         return every
 

@@ -164,5 +164,5 @@ class CompressedAttention(nn.Module):
         q = index_q.unflatten(1, (own.index_heads, own.index_dim))
         q = ops.norm_rope_tail(q, angles.of(self.rotary))
         scale = (own.index_heads * own.index_dim) ** -0.5
-        index = IndexInputs(q, None, weights * scale)
+        index = IndexInputs(q, None, weights * scale, self.out.group)
         return EntryInputs(inputs, compression, index, self.index_compressor.of(begins))

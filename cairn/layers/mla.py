@@ -167,7 +167,7 @@ class MlaAttention(nn.Module):
         index_q, weights = ops.latent_query_rope(
             projected, q, weights, *turning, spec.nope_dim, factor, *layouts
         )
-        index = None if own is None else IndexInputs(index_q, k, weights)
+        index = None if own is None else IndexInputs(index_q, k, weights, self.out.group)
         absorb = functools.partial(torch.bmm, nope.transpose(0, 1), w_uk, out=latent_part)
         o = layer.run(MlaInputs(q, latent, k_pe, index, absorb))
         values = x.new_empty(len(x), spec.num_heads, spec.value_dim)

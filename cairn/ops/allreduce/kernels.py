@@ -43,6 +43,28 @@ def values_of(words, like):
 
 
 @triton.jit
+def send(own, at, begin, epoch, addresses, capacity, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Send 4-byte words to the other ranks, see `exchanged`. Returns the index of the first word of
+    this exchange's inboxes."""
+    word = (epoch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    begin += (epoch & 1).to(tl.int64) * RANKS * capacity
+    for other in tl.static_range(RANKS):
+        if other != RANK:
+            to = tl.load(addresses + other).to(tl.pointer_type(tl.int64))
+            write_words(to + begin + RANK * capacity + at, word)
+    return begin
+
+
+@triton.jit
+def receive(source, epoch):
+    """The words that a rank has sent in this exchange; waits for them."""
+    got = read_words(source)
+    while tl.min(((got >> 32).to(tl.int32) == epoch).to(tl.int32), 0) == 0:
+        got = read_words(source)
+    return got.to(tl.int32)
+
+
+@triton.jit
 def exchanged(
     own, at, begin, epoch, inbox, addresses, capacity, like,
     RANK: tl.constexpr, RANKS: tl.constexpr,
@@ -58,22 +80,14 @@ def exchanged(
         addresses: [RANKS] int64, of every rank's memory.
         like: pointer to the dtype of the payload.
     """
-    word = (epoch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    begin += (epoch & 1).to(tl.int64) * RANKS * capacity
-    for other in tl.static_range(RANKS):
-        if other != RANK:
-            to = tl.load(addresses + other).to(tl.pointer_type(tl.int64))
-            write_words(to + begin + RANK * capacity + at, word)
+    begin = send(own, at, begin, epoch, addresses, capacity, RANK, RANKS)
     total = values_of(tl.zeros_like(own), like)
     for rank in tl.static_range(RANKS):
         if rank == RANK:
             total += values_of(own, like)
         else:
-            source = inbox + begin + rank * capacity + at
-            got = read_words(source)
-            while tl.min(((got >> 32).to(tl.int32) == epoch).to(tl.int32), 0) == 0:
-                got = read_words(source)
-            total += values_of(got.to(tl.int32), like)
+            got = receive(inbox + begin + rank * capacity + at, epoch)
+            total += values_of(got, like)
     return total
 
 
@@ -107,6 +121,34 @@ def sum_words_kernel(
     if ADD:
         total += tl.load(out + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + column, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(epochs + program, epoch)
+
+
+@triton.jit(early=())
+def gather_words_kernel(
+    x, out, inbox, addresses, epochs, words, capacity,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[r] = x of rank r, in the inboxes and with the epochs of `sum_words_kernel`.
+
+    Args:
+        x: [words] int32.
+        out: [RANKS, words] int32.
+        epochs, PDL: as in `sum_words_kernel`.
+    """
+    launch_next(PDL)
+    await_previous(PDL)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs + program) + 1
+    column = program * BLOCK + tl.arange(0, BLOCK)
+    at = tl.minimum(column, words - 1)
+    own = tl.load(x + at)
+    begin = send(own, at, 0, epoch, addresses, capacity, RANK, RANKS)
+    for rank in tl.static_range(RANKS):
+        got = own
+        if rank != RANK:
+            got = receive(inbox + begin + rank * capacity + at, epoch)
+        tl.store(out + rank * words + column, got, mask=column < words)
     tl.store(epochs + program, epoch)
 
 

@@ -1,11 +1,11 @@
 """Collectives between GPUs of one host through peer-to-peer memory.
 
-Three forms, by size: up to `WORDS` an all-reduce whose 8-byte words carry their own flags (as in
-NCCL's LL protocol); the same fused with RMSNorm and residual addition; and for large tensors of two
-ranks copies by the copy engines, chunk by chunk, which overlap with the matrix product that makes
-the next chunk. All sum in float32 in rank order, so every rank gets the same bits, and all can be
-captured in CUDA graphs. Addresses come from torch's symmetric memory (alpha API). Multicast is not
-used.
+By size: up to `WORDS` an all-gather and an all-reduce whose 8-byte words carry their own flags (as
+in NCCL's LL protocol); the latter fused with RMSNorm and residual addition; and for large tensors
+of two ranks copies by the copy engines, chunk by chunk, which overlap with the matrix product that
+makes the next chunk. All sum in float32 in rank order, so every rank gets the same bits, and all
+can be captured in CUDA graphs. Addresses come from torch's symmetric memory (alpha API). Multicast
+is not used.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cairn.ops.allreduce.kernels import (
     add_received_kernel,
     announce_kernel,
     await_free_kernel,
+    gather_words_kernel,
     sum_words_kernel,
 )
 from cairn.ops.pdl import pdl_option
@@ -115,6 +116,34 @@ class PeerSums:
             BLOCK=BLOCK,
             NUMBERS=4 // x.element_size(),
             ADD=add,
+            PDL=pdl,
+            num_warps=2,
+            **pdl_option(pdl),
+        )
+
+    def takes_gathered(self, x: Tensor) -> bool:
+        """Whether `gather` supports x."""
+        return 0 < x.nbytes <= 4 * WORDS and x.nbytes % 4 == 0
+
+    def gather(self, x: Tensor, out: Tensor) -> None:
+        """out [ranks, ..] = x of every rank.
+
+        Args:
+            x: [..] of any dtype, contiguous, see `takes_gathered`.
+            out: contiguous.
+        """
+        words, pdl = x.nbytes // 4, gpu.supports_pdl(x.device)
+        gather_words_kernel[(-(-words // BLOCK),)](
+            x=x.reshape(-1).view(torch.int32),
+            out=out.view(-1).view(torch.int32),
+            inbox=self._inbox,
+            addresses=self._addresses,
+            epochs=self._epochs,
+            words=words,
+            capacity=WORDS,
+            RANK=self.rank,
+            RANKS=self.ranks,
+            BLOCK=BLOCK,
             PDL=pdl,
             num_warps=2,
             **pdl_option(pdl),

@@ -38,26 +38,29 @@ def same(x):
     assert torch.equal(every[0], every[1])
 
 def words():
-    for xs, out in zip(given, outs):
-        assert peers.takes(xs[rank])
+    for xs, out, every in zip(given, outs, gathered):
+        assert peers.takes(xs[rank]) and peers.takes_gathered(xs[rank])
         peers.sum(xs[rank], out)
+        peers.gather(xs[rank], every)
         peers.sum(xs[rank], out, add=True)
 
 def check():
-    for xs, out in zip(given, outs):
+    for xs, out, every in zip(given, outs, gathered):
+        assert torch.equal(every, torch.stack(xs))
         once = sum_of_ranks(xs).float()
         assert torch.equal(out, (xs[0].float() + xs[1].float() + once).to(out.dtype))
 
 float32, float16 = torch.float32, torch.float16
 given = [drawn(1, 96), drawn(3, 3, dtype=float32), drawn(7, 130, dtype=float16), drawn(64, 4096)]
 outs = [torch.ones_like(xs[0]) for xs in given]
+gathered = [torch.zeros_like(torch.stack(xs)) for xs in given]
 words()
 check()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
     words()
 for _ in range(3):
-    [out.zero_() for out in outs]
+    [out.zero_() for out in (*outs, *gathered)]
     graph.replay()
     check()
 for tokens, width in ((1, 4096), (5, 96), (3, 4096), (64, 200), (1, 96)):
