@@ -128,7 +128,8 @@ def test_grammar_from_a_file(run, llms, tmp_path):
 def test_every_field_has_an_option():
     names = {parameter.name for parameter in generate.params}
     assert {field.name for field in fields(SamplingParams)} <= names
-    other = {"seed", "enable_prefix_caching"}
+    # The last one is for the server to set.
+    other = {"seed", "enable_prefix_caching", "expert_engines"}
     assert {field.name for field in fields(EngineOptions)} == {*ENGINE_NAMES, *other}
     assert {*ENGINE_NAMES, "engine_seed", "no_prefix_caching"} <= names
 
