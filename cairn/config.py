@@ -193,6 +193,11 @@ class EngineConfig:
     warnings: tuple[str, ...] = field(default=())
 
     @property
+    def staging(self) -> int:
+        """Bytes of GPU memory for records; 0: they are in host memory, or there are none."""
+        return 0 if self.disaggregation is None else self.disaggregation.staging
+
+    @property
     def ranks_here(self) -> int:
         """Ranks of this host."""
         return self.tensor_parallel_size // (1 if self.nodes is None else self.nodes.count)
@@ -243,7 +248,12 @@ def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> Engin
         nodes=resolve_nodes(options, options.tensor_parallel_size, os.environ),
         kv_host_memory=(host_memory := _resolve_host_memory(options)),
         kv_host_tier=_resolve_host_tier(options, model),
-        disaggregation=resolve_disaggregation(options, host_memory, os.environ),
+        disaggregation=resolve_disaggregation(
+            options,
+            host_memory,
+            _bytes("disaggregation_staging_size", options.disaggregation_staging_size),
+            os.environ,
+        ),
         speculation=speculation,
         media=resolve_media(options),
         choices=tuple(notes.choices),

@@ -35,6 +35,8 @@ class Move(NamedTuple):
     slot: int
 
 
+NAME_BYTES = 16
+"""Of the name of a page."""
 Mover = Callable[[Sequence[Move], bool], Sequence[Move]]
 """Executes moves after all steps launched so far and before later ones; True: into host memory.
 Returns the moves to the device whose records were damaged; their targets on the device must not be
@@ -50,7 +52,7 @@ def page_names(parent: bytes, keys: Iterable[bytes]) -> list[bytes]:
     """
     names = []
     for key in keys:
-        parent = blake2b(parent + key, digest_size=16).digest()
+        parent = blake2b(parent + key, digest_size=NAME_BYTES).digest()
         names.append(parent)
     return names
 
@@ -132,6 +134,8 @@ class HostCache:
         counts: number of slots, by kind.
         move: executes moves.
         root: name before the first page of every sequence: that of the model.
+        spills: records of pages that the device gives up are stored; else only those that are asked
+            for are.
 
     Attributes:
         slots: by kind.
@@ -140,8 +144,10 @@ class HostCache:
         damaged: records whose checksum failed when they were loaded.
     """
 
-    def __init__(self, counts: Sequence[int], move: Mover, root: bytes = b"") -> None:
-        self.slots = tuple(map(HostSlots, counts))
+    def __init__(
+        self, counts: Sequence[int], move: Mover, root: bytes = b"", spills: bool = True
+    ) -> None:
+        self.slots, self._spills = tuple(map(HostSlots, counts)), spills
         self.names: dict[int, bytes] = {}
         self.root = root
         self.stored = self.loaded = self.damaged = 0
@@ -157,16 +163,18 @@ class HostCache:
         return self.root if page is None else self.names[page]
 
     def store(self, kind: int, records: Iterable[tuple[int, int]]) -> None:
-        """Store records, as far as slots are available.
+        """Store records that the device gives up, as far as slots are available.
 
         Args:
             records: (page of the prefix tree, device index of its page, window page or snapshot).
         """
-        for slot in self.keep(kind, records).values():
-            self.slots[kind].release(slot)
+        if self._spills:
+            for slot in self.keep(kind, records).values():
+                self.slots[kind].release(slot)
 
     def keep(self, kind: int, records: Iterable[tuple[int, int]]) -> dict[tuple[int, bytes], int]:
-        """As `store`; returns (kind, name) -> slot of the stored records, all of them held."""
+        """Store records; returns (kind, name) -> slot of the stored ones, all of them held. Args:
+        see `store`."""
         slots, moves, held = self.slots[kind], [], {}
         for page, index in records:
             name = self.names[page]

@@ -45,7 +45,7 @@ from cairn.engine.ranks import Ranks, threads_of_rank
 from cairn.engine.rounds import Engines, ExpertRounds, RoundsExecutor
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.engine.transfer.build import listen, model_key, transfers
-from cairn.engine.transfer.joined import JoinedRecords
+from cairn.engine.transfer.joined import JoinedRecords, Records
 from cairn.engine.transfer.sender import Listener
 from cairn.engine.trees import Trees
 from cairn.errors import BadConfig, EngineDead
@@ -54,6 +54,7 @@ from cairn.models.sharding import local
 from cairn.ops.compile_loops import compile_loops
 from cairn.runner.executor import Executor, InProcessExecutor, RanksExecutor
 from cairn.runner.experts import ExpertBalance
+from cairn.runner.host_records import HostRecords
 from cairn.runner.memory import NO_STEPS, Measured, Steps, measured
 from cairn.runner.prefill_graphs import worthwhile
 from cairn.runner.runner import Runner, RunnerShape
@@ -146,7 +147,7 @@ def build(
             "Start `cairn serve` with it, which serves the ranks of this host",
         )
     sharing = 1 if engines is None else engines.group.size
-    check_engines(config, options.ep_size if size == 1 else sharing, sharing)
+    check_engines(config, options.expert_engines, sharing)
     listener = listen(config)
     if size == 1:
         loaded = load_runner(model, options, config, ALONE, on_phase, engines)
@@ -210,7 +211,9 @@ def load_runner(
 
     on_gpu = device.type == "cuda"
     parameters, weight_bytes = measure_weights(spec, dtype, group)
-    usage = replace(gpu_usage(device), weights=weight_bytes) if on_gpu else None
+    usage = None
+    if on_gpu:
+        usage = replace(gpu_usage(device), weights=weight_bytes, records=config.staging)
     # On a GPU an upper bound of the number of pages: the memory of steps is not measured yet.
     memory = planned(usage)
     if group.rank == 0:
@@ -232,7 +235,7 @@ def load_runner(
             steps = Steps(config.chunked_prefill_size, memory.max_model_len, with_graphs)
             taken = measured(module, spec, shape, steps, form, device)
             on_phase("profile")
-        usage = gpu_usage(device, module.weight_bytes, taken)
+        usage = replace(gpu_usage(device, module.weight_bytes, taken), records=config.staging)
         memory = planned(usage)
         shape = replace(shape, max_pages=slots.pages_for(memory.max_model_len))
     table = memory.table(module.weight_bytes, usage)
@@ -295,7 +298,9 @@ def connect(
     if config.disaggregation is not None and records is not None and host is not None:
         whole = cache_schema(config.model.mixers, page_format(config))
         host.root = model_key(model, config, whole)
-        travelling = JoinedRecords(records, whole, loaded.schema) if records.memories else records
+        travelling: Records = records
+        if isinstance(records, HostRecords) and records.memories:
+            travelling = JoinedRecords(records, whole, loaded.schema)
         core.transfers = transfers(config.disaggregation, core.cache, travelling, listener)
 
 

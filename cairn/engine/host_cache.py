@@ -12,6 +12,7 @@ from cairn.config import EngineConfig
 from cairn.distributed.groups import Group
 from cairn.engine.memory import HOST_FLAG, MemoryPlan, gib
 from cairn.errors import BadConfig, OutOfMemory
+from cairn.runner.device_records import DeviceRecords
 from cairn.runner.executor import Executor
 from cairn.runner.host_records import HostRecords
 
@@ -42,13 +43,15 @@ def check_host_cache(
 
 
 def host_counts(config: EngineConfig, schema: CacheSchema, plan: MemoryPlan) -> tuple[int, ...]:
-    """Number of records in host memory by kind, in proportion to those on the device; none where
-    the pages themselves are in host memory.
+    """Number of records by kind, in proportion to the pages on the device; none where the pages
+    themselves are in host memory.
 
     Raises:
         BadConfig: not one record of each kind fits, or no record has bytes.
     """
-    asked = config.kv_host_memory
+    name = "disaggregation_staging_size" if config.staging else "kv_host_memory"
+    flag = f"{name} (--{name.replace('_', '-')})"
+    asked = config.staging or config.kv_host_memory
     if not asked or config.kv_host_tier:
         return 0, 0, 0
     sizes = [layout.nbytes for layout in layouts(schema)]
@@ -56,33 +59,40 @@ def host_counts(config: EngineConfig, schema: CacheSchema, plan: MemoryPlan) -> 
     total = sum(count * size for count, size in zip(on_device, sizes, strict=True))
     if not total:
         raise BadConfig(
-            "kv_host_memory is set, but what this model keeps of a prefix on the device is nothing",
-            f"Leave {HOST_FLAG} out",
+            f"{name} is {asked}, but what this model keeps of a prefix on the device is nothing",
+            f"Leave {flag} out",
         )
     counts = tuple(asked * count // total for count in on_device)
     if any(count and not found for count, found in zip(on_device, counts, strict=True)):
         least = -(-total // min(count for count in on_device if count))
         raise BadConfig(
-            f"kv_host_memory is {asked}, which does not hold one page with what is beside it",
-            f"Set {HOST_FLAG} to at least {least}",
+            f"{name} is {asked}, which does not hold one page with what is beside it",
+            f"Set {flag} to at least {least}",
         )
     return counts
 
 
 def host_records(
     config: EngineConfig, plan: MemoryPlan, pools: CachePools, group: Group
-) -> HostRecords | None:
-    """The host memory for a rank's records; None: not used."""
+) -> HostRecords | DeviceRecords | None:
+    """The memory for a rank's records; None: not used."""
     counts = host_counts(config, pools.schema, plan)
     if not any(counts):
         return None
     said = zip(counts, ("pages", "window pages", "states"), strict=True)
     held = ", ".join(f"{count} {name}" for count, name in said if count)
+    if config.staging:
+        log.info("records on the GPU: %s in %s", held, gib(config.staging))
+        return DeviceRecords(pools, counts)
     log.info("host prefix cache: %s in %s", held, gib(config.kv_host_memory))
     shared = config.disaggregation is not None and not group.alone
     return HostRecords(pools, counts, group, shared)
 
 
-def host_cache(records: HostRecords | None, executor: Executor) -> HostCache | None:
+def host_cache(records: HostRecords | DeviceRecords | None, executor: Executor) -> HostCache | None:
     """The ledger of these records; the executor moves them."""
-    return None if records is None else HostCache(records.counts, executor.move)
+    if records is None:
+        return None
+    # Records in GPU memory are for transfers alone: evicted pages are not worth that memory.
+    spills = isinstance(records, HostRecords)
+    return HostCache(records.counts, executor.move, spills=spills)

@@ -39,6 +39,7 @@ class Usage:
         weights: the model's parameters.
         activations: peak memory of the largest steps.
         graphs: memory that the graphs of all decode steps keep.
+        records: memory for pages that are transferred to other engines.
     """
 
     total: int
@@ -46,11 +47,12 @@ class Usage:
     weights: int
     activations: int = 0
     graphs: int = 0
+    records: int = 0
 
     @property
     def taken(self) -> int:
         """Everything except pages."""
-        return self.others + self.weights + self.activations + self.graphs
+        return self.others + self.weights + self.activations + self.graphs + self.records
 
     def __str__(self) -> str:
         parts = [
@@ -58,6 +60,7 @@ class Usage:
             ("weights", self.weights),
             ("activations", self.activations),
             ("graphs", self.graphs),
+            ("records", self.records),
         ]
         said = ", ".join(f"{name} {gib(count)}" for name, count in parts if count)
         return f"of {gib(self.total)}: {said}"
@@ -174,6 +177,7 @@ class MemoryPlan:
             ("weights", usage.weights),
             ("activations", usage.activations),
             ("graphs", usage.graphs),
+            ("records", usage.records),
             *held,
             ("other uses", usage.others),
             ("free", usage.total - usage.taken - pages - own - frames - states),

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from cairn.cache.host import Move
 from cairn.errors import EngineDead
+from cairn.runner.device_records import DeviceRecords
 from cairn.runner.host_records import HostRecords
 from cairn.runner.orders import CALLS, Call, Moves, OrderWriter, Step
 from cairn.runner.runner import Runner
@@ -63,10 +64,10 @@ class InProcessExecutor:
 
     Args:
         runner: the model with its pages.
-        records: records in host memory; None: no host cache.
+        records: records beside the pools; None: no host cache and no transfers.
     """
 
-    def __init__(self, runner: Runner, records: HostRecords | None = None) -> None:
+    def __init__(self, runner: Runner, records: HostRecords | DeviceRecords | None = None) -> None:
         self.runner = runner
         self.records = records
 

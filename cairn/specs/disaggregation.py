@@ -12,7 +12,10 @@ SECRET_VARIABLE = "CAIRN_CLUSTER_SECRET"
 """Environment variable with the secret that both processes share."""
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 MODES = ("null", PREFILL, DECODE, BOTH)
-BACKENDS = ("tcp", "nixl")
+TCP, NIXL, CUDA = "tcp", "nixl", "cuda"
+BACKENDS = (TCP, NIXL, CUDA)
+STAGING = 2 << 30
+"""Bytes of GPU memory for records that nobody asked for otherwise."""
 ON_FAILURE = ("recompute", "fail")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -25,7 +28,9 @@ class DisaggregationOptions:
         disaggregation_mode: "prefill" keeps the pages of prompts for others that ask for them,
             "decode" takes those of other processes, "both" does both; None or "null": neither.
         disaggregation_transfer_backend: "tcp"; "nixl" reads pages by NIXL from engines that have
-            it too.
+            it too; "cuda" keeps them in GPU memory, from which other GPUs of the host read them.
+        disaggregation_staging_size: bytes of GPU memory for pages in transfer with "cuda", or text
+            such as "2GiB".
         disaggregation_bootstrap_host: address at which others ask for pages, told to them.
         disaggregation_bootstrap_port: its port; 0: any that is free.
         disaggregation_load_failure: what a request does whose pages did not come: "recompute" runs
@@ -44,7 +49,19 @@ class DisaggregationOptions:
     )
     disaggregation_transfer_backend: str = field(
         default="tcp",
-        metadata={"choices": BACKENDS, "help": "How pages travel.  [default: tcp]"},
+        metadata={
+            "choices": BACKENDS,
+            "help": ("How pages are transferred; cuda: between GPUs of one host.  [default: tcp]"),
+        },
+    )
+    disaggregation_staging_size: int | str | None = field(
+        default=None,
+        metadata={
+            "metavar": "SIZE",
+            "help": (
+                "With the transfer backend cuda: GPU memory for pages in transfer.  [default: 2GiB]"
+            ),
+        },
     )
     disaggregation_bootstrap_host: str = field(
         default="127.0.0.1",
@@ -82,7 +99,8 @@ class Disaggregation:
         host, port: where others ask for pages.
         recompute: a prompt whose pages did not come is run here.
         secret: shared by all; empty: none.
-        nixl: records are read by NIXL.
+        backend: how records travel, one of BACKENDS.
+        staging: bytes of GPU memory for records; 0: they are in host memory.
     """
 
     sends: bool
@@ -91,7 +109,8 @@ class Disaggregation:
     port: int
     recompute: bool
     secret: bytes
-    nixl: bool = False
+    backend: str = TCP
+    staging: int = 0
 
 
 def disaggregation_options() -> tuple[Field[Any], ...]:
@@ -100,16 +119,20 @@ def disaggregation_options() -> tuple[Field[Any], ...]:
 
 
 def resolve_disaggregation(
-    options: DisaggregationOptions, host_memory: int, environment: Mapping[str, str]
+    options: DisaggregationOptions,
+    host_memory: int,
+    staging: int | None,
+    environment: Mapping[str, str],
 ) -> Disaggregation | None:
     """What the options mean; None: the engine works alone.
 
     Args:
-        host_memory: bytes of the host prefix cache, through which all pages travel.
+        host_memory: bytes of the host prefix cache, through which pages travel.
+        staging: bytes that disaggregation_staging_size asks for; None: it is not given.
         environment: variables, for the secret.
 
     Raises:
-        BadConfig: an unknown value, a backend that is not there, no host memory, or an address
+        BadConfig: an unknown value, no memory for pages or memory of the wrong kind, or an address
             that others can reach without a secret.
     """
     for name, known in (
@@ -127,12 +150,8 @@ def resolve_disaggregation(
         return None
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise BadConfig(f"disaggregation_bootstrap_port is {port!r}", "Give a port, or 0")
-    if not host_memory:
-        raise BadConfig(
-            f"disaggregation_mode is {mode}, but pages travel through host memory, of which "
-            "kv_host_memory gives none",
-            "Give --kv-host-memory too, such as 4GiB",
-        )
+    backend = options.disaggregation_transfer_backend
+    _check_memory(mode, backend, host_memory, staging)
     secret = environment.get(SECRET_VARIABLE, "").encode()
     sends = mode in (PREFILL, BOTH)
     host = options.disaggregation_bootstrap_host
@@ -143,5 +162,28 @@ def resolve_disaggregation(
             f"Set {SECRET_VARIABLE} to the same text for all engines",
         )
     recompute = options.disaggregation_load_failure == "recompute"
-    nixl = options.disaggregation_transfer_backend == "nixl"
-    return Disaggregation(sends, mode in (DECODE, BOTH), host, port, recompute, secret, nixl)
+    staging = (staging or STAGING) if backend == CUDA else 0
+    receives = mode in (DECODE, BOTH)
+    return Disaggregation(sends, receives, host, port, recompute, secret, backend, staging)
+
+
+def _check_memory(mode: str, backend: str, host_memory: int, staging: int | None) -> None:
+    """Raise BadConfig unless there is memory for pages where the backend wants it."""
+    if backend == CUDA and host_memory:
+        raise BadConfig(
+            "disaggregation_transfer_backend is cuda, which keeps pages in GPU memory, but "
+            f"kv_host_memory is {host_memory}",
+            "Give disaggregation_staging_size (--disaggregation-staging-size) in its place",
+        )
+    if backend != CUDA and staging is not None:
+        raise BadConfig(
+            f"disaggregation_staging_size is {staging}, but with the transfer backend {backend} "
+            "pages are in host memory",
+            "Give kv_host_memory (--kv-host-memory) in its place",
+        )
+    if backend != CUDA and not host_memory:
+        raise BadConfig(
+            f"disaggregation_mode is {mode}, but pages travel through host memory, of which "
+            "kv_host_memory gives none",
+            "Give --kv-host-memory too, such as 4GiB",
+        )

@@ -11,12 +11,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from cairn.cache.host import PAGE
 from cairn.cache.invariants import check
+from cairn.engine import build as built_by
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
-from cairn.engine.transfer import nixl
+from cairn.engine.transfer import nixl, peer_memory
+from cairn.engine.transfer.sender import Listener
 from cairn.engine.transfer.tickets import Tickets
 from cairn.engine.transfer.wire import Answer, send_frame
 from cairn.errors import BadConfig, BadRequest
@@ -31,6 +34,11 @@ LANDMARKS = "landmarks and windows"
 PORT = {"disaggregation_bootstrap_port": 0}
 KEEP = KvTransferParams(do_remote_decode=True)
 NUMBERS = itertools.count()
+STAGED = {
+    "disaggregation_transfer_backend": "cuda",
+    "disaggregation_staging_size": "4MiB",
+    "kv_host_memory": None,
+}
 
 
 def options(family: str) -> dict:
@@ -39,7 +47,7 @@ def options(family: str) -> dict:
 
 def prefilling(family: str = LANDMARKS, **more) -> Built:
     mode = {"disaggregation_mode": "prefill", **PORT}
-    return build(family, kv_host_memory="4MiB", **mode, **options(family), **more)
+    return build(family, **{"kv_host_memory": "4MiB", **mode, **options(family), **more})
 
 
 def decoding(family: str = LANDMARKS, **more) -> Built:
@@ -331,6 +339,46 @@ def test_records_are_read_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     settled(first)
 
 
+def test_records_in_gpu_memory_are_read_in_place(
+    pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By engines that have them there; others compute the prompt."""
+    shared: list[torch.Tensor] = []
+
+    def share(rows: torch.Tensor) -> peer_memory.Shared:
+        shared.append(rows)
+        return peer_memory.Shared(*rows.shape, bytes([len(shared)]))
+
+    monkeypatch.setattr(peer_memory, "share", share)
+    monkeypatch.setattr(peer_memory, "opened", lambda given, device: shared[given.handle[0] - 1])
+    with pytest.raises(BadConfig, match="takes one GPU, but device is cpu"):
+        decoding(**STAGED)
+    plain, other, alone = pair
+    listening = {True: Listener, False: lambda asked: None}
+    monkeypatch.setattr(
+        built_by, "listen", lambda c: listening[c.disaggregation.sends](c.disaggregation)
+    )
+    first, second = prefilling(**STAGED), decoding(**STAGED)
+    # Places of the first one are not in order, so that more than one run is read.
+    host = first.core.cache.host
+    some = [host.slots[PAGE].take() for _ in range(5)]
+    for slot in (some[1], some[4], some[0]):
+        host.slots[PAGE].give_back(slot)
+    prompt = prompt_of(alone)
+    (done,) = serve(second, prompt, greedy(4), prefilled(first, prompt))
+    assert_same(trace(done, alone.spec.vocab_size), run(alone, [prompt], greedy(4))[0])
+    assert done.request.cached and not second.core.transfers.failures
+    for slot in (some[2], some[3]):
+        host.slots[PAGE].give_back(slot)
+    for taker, giver in ((other, first), (second, plain)):
+        prompt = prompt_of(alone)
+        (done,) = serve(taker, prompt, greedy(4), prefilled(giver, prompt))
+        assert_same(trace(done, alone.spec.vocab_size), run(alone, [prompt], greedy(4))[0])
+        assert not done.request.cached and taker.core.transfers.failures["backend"]
+        settled(taker)
+        settled(giver)
+
+
 def test_what_cannot_be_is_refused(
     pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +402,8 @@ def test_what_cannot_be_is_refused(
         ({"disaggregation_mode": "half"}, "disaggregation_mode is 'half'"),
         ({"kv_host_memory": None}, "kv_host_memory gives none"),
         ({"disaggregation_transfer_backend": "nixl"}, "nixl, which is not installed"),
+        ({"disaggregation_transfer_backend": "cuda"}, "pages in GPU memory, but kv_host_memory"),
+        ({"disaggregation_staging_size": "1MiB"}, "with the transfer backend tcp pages are in"),
         ({"disaggregation_bootstrap_port": 70000}, "disaggregation_bootstrap_port is 70000"),
         (
             {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5"},

@@ -9,16 +9,19 @@ from cairn.cache.paged import PageCache
 from cairn.cache.record import fingerprint
 from cairn.cache.schema import CacheSchema
 from cairn.config import EngineConfig
+from cairn.engine.transfer.agent import Agent
 from cairn.engine.transfer.joined import Records
-from cairn.engine.transfer.nixl import Agent
+from cairn.engine.transfer.nixl import NixlAgent
+from cairn.engine.transfer.peer_memory import PeerMemory
 from cairn.engine.transfer.receiver import Receiver
 from cairn.engine.transfer.sender import Listener, Sender
 from cairn.engine.transfer.tickets import Tickets
 from cairn.engine.transfer.transfer import Transfers
 from cairn.errors import BadConfig
 from cairn.models.checkpoint import has_weights, is_gguf, read_headers
+from cairn.runner.device_records import DeviceRecords
 from cairn.runner.host_records import HostRecords
-from cairn.specs.disaggregation import Disaggregation
+from cairn.specs.disaggregation import NIXL, Disaggregation
 from cairn.specs.experts import without_places
 
 COMPARED = 4096
@@ -30,9 +33,16 @@ def listen(config: EngineConfig) -> Listener | None:
     records.
 
     Raises:
-        BadConfig: it cannot be bound, or several hosts hold the records.
+        BadConfig: it cannot be bound, several hosts hold the records, or they cannot be in GPU
+            memory.
     """
     asked = config.disaggregation
+    if config.staging and (config.device == "cpu" or config.tensor_parallel_size > 1):
+        raise BadConfig(
+            "disaggregation_transfer_backend is cuda, which takes one GPU, but device is "
+            f"{config.device} and tensor_parallel_size {config.tensor_parallel_size}",
+            "Use tcp",
+        )
     if asked is not None and config.nodes is not None:
         raise BadConfig(
             f"nnodes is {config.nodes.count}, but records of several hosts do not travel",
@@ -55,14 +65,16 @@ def transfers(
     """
     assert cache.host is not None
     tickets, model = None, cache.host.root
-    agent = None
-    if asked.nixl:
+    agent: Agent | None = None
+    if isinstance(records, DeviceRecords):
+        agent = PeerMemory(records)
+    elif asked.backend == NIXL:
         if not isinstance(records, HostRecords):
             raise BadConfig(
                 "disaggregation_transfer_backend is nixl, but records are divided between ranks",
                 "Use tcp, or --tensor-parallel-size 1",
             )
-        agent = Agent(records)
+        agent = NixlAgent(records)
     if listener is not None:
         tickets = Tickets(cache.host)
         listener.serve(Sender(tickets, records, model, asked.secret, agent))

@@ -14,6 +14,7 @@ from cairn.cache.record import RecordLayout, layouts
 from cairn.cache.schema import CacheSchema
 from cairn.distributed.groups import Group
 from cairn.models.sharding import Share
+from cairn.runner.device_records import DeviceRecords
 from cairn.runner.host_records import HostRecords
 
 Raw = NDArray[np.uint8]
@@ -100,8 +101,8 @@ class JoinedRecords:
         return zlib.crc32(self.content(kind, slot))
 
 
-Records = HostRecords | JoinedRecords
-"""Either kind of records."""
+Records = HostRecords | JoinedRecords | DeviceRecords
+"""Any kind of records."""
 
 
 def _fields(

@@ -7,49 +7,37 @@ import importlib
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
+from cairn.engine.transfer.agent import READ_SECONDS, Ints, ReadFailed
 from cairn.errors import BadConfig
 from cairn.runner.host_records import HostRecords
+from cairn.specs.disaggregation import NIXL
 
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 """Names under which the package is installed."""
-READ_SECONDS = 60.0
-"""After which a read is given up."""
 WAITING = 0.0005
 """Seconds between two looks at a read."""
 
 
-class ReadFailed(Exception):
-    """Records were not read.
-
-    Args:
-        message: for the log.
-        writing: the memory that they go to may still be written.
-    """
-
-    def __init__(self, message: str, writing: bool = False) -> None:
-        super().__init__(message)
-        self.writing = writing
-
-
-class Agent:
-    """This engine's records, which others read, and what reads those of others.
+class NixlAgent:
+    """An `Agent` for records in host memory.
 
     Args:
         records: all of them are registered.
-
-    Attributes:
-        metadata: what another agent needs to read here.
 
     Raises:
         BadConfig: NIXL is not installed, or does not start.
     """
 
+    backend = NIXL
+
     def __init__(self, records: HostRecords) -> None:
         module = _module()
+        self._records = records
         try:
             self._agent: Any = module.nixl_agent(uuid.uuid4().hex, module.nixl_agent_config())
             regions = [(*region, 0, "") for region in records.regions()]
@@ -63,20 +51,19 @@ class Agent:
         self._names: dict[bytes, str] = {}
         self._lock = threading.Lock()
 
-    def read(
-        self, metadata: bytes, places: Sequence[tuple[int, int]], addresses: Sequence[int]
-    ) -> None:
-        """Read records of another agent; returns when they are there.
+    def addresses(self, kinds: Ints, slots: Ints) -> Ints:
+        """See `Agent`: in this process's memory."""
+        return np.array([at for at, _ in self._places(kinds, slots)], dtype=np.int64)
 
-        Args:
-            metadata: of the other agent.
-            places: address and bytes here, in registered memory.
-            addresses: in its memory.
-        Raises:
-            ReadFailed: they did not come.
-        """
+    def _places(self, kinds: Ints, slots: Ints) -> list[tuple[int, int]]:
+        pairs = zip(kinds.tolist(), slots.tolist(), strict=True)
+        return [self._records.place(kind, slot) for kind, slot in pairs]
+
+    def read(self, metadata: bytes, kinds: Ints, slots: Ints, addresses: Ints) -> None:
+        """See `Agent`."""
+        places = self._places(kinds, slots)
         here = [(address, size, 0) for address, size in places]
-        there = [(at, size, 0) for at, (_, size) in zip(addresses, places, strict=True)]
+        there = [(at, size, 0) for at, (_, size) in zip(addresses.tolist(), places, strict=True)]
         try:
             with self._lock:
                 if metadata not in self._names:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
+from cairn.cache.host import KINDS
+from cairn.engine.transfer.agent import Agent, ReadFailed
 from cairn.engine.transfer.joined import Records
-from cairn.engine.transfer.nixl import Agent, ReadFailed
 from cairn.engine.transfer.wire import (
     VERSION,
     Answer,
@@ -19,7 +23,7 @@ from cairn.engine.transfer.wire import (
     receive_into,
     send_frame,
 )
-from cairn.runner.host_records import HostRecords
+from cairn.runner.device_records import DeviceRecords
 from cairn.specs.disaggregation import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -100,8 +104,11 @@ class Receiver:
             address = (peer.host, peer.port)
             with socket.create_connection(address, CONNECT_SECONDS) as connection:
                 connection.settimeout(STALL_SECONDS)
-                names = [(record.kind, record.name) for record in wanted]
-                reads = self._agent is not None
+                names = [
+                    (kind, b"".join(record.name for record in wanted if record.kind == kind))
+                    for kind in KINDS
+                ]
+                reads = "" if self._agent is None else self._agent.backend
                 ask = Ask(VERSION, self._model, peer.ticket, names, reads)
                 send_frame(connection, ask, self._secret)
                 answer = receive_frame(connection, Answer, self._secret)
@@ -120,6 +127,13 @@ class Receiver:
     def _receive(
         self, connection: socket.socket, wanted: list[Wanted], answer: Answer, result: Fetched
     ) -> None:
+        if isinstance(self._records, DeviceRecords):
+            if not answer.agent:
+                raise WireError("backend", "it has another disaggregation_transfer_backend")
+            result.arrived += self._read(wanted, answer, result)
+            return
+        if answer.agent:
+            self._read(wanted, answer, result)
         coming = [
             (record, expected)
             for record, expected in zip(wanted, answer.sums, strict=False)
@@ -127,8 +141,6 @@ class Receiver:
         ]
         if len(coming) < len(wanted):
             result.failure, result.said = "missing", "it has not all records"
-        if answer.agent:
-            self._read([record for record, _ in coming], answer, result)
         for record, expected in coming:
             if not answer.agent:
                 receive_into(connection, self._records.record(record.kind, record.slot))
@@ -137,17 +149,27 @@ class Receiver:
             else:
                 result.failure, result.said = "damaged", "a record came damaged"
 
-    def _read(self, records: list[Wanted], answer: Answer, result: Fetched) -> None:
-        """Read records through the agent instead of receiving them; checksums detect those that
-        were not read."""
-        assert self._agent is not None and isinstance(self._records, HostRecords)
-        places = [self._records.place(record.kind, record.slot) for record in records]
+    def _read(self, wanted: list[Wanted], answer: Answer, result: Fetched) -> list[Wanted]:
+        """Read records through the agent instead of receiving them; returns those that the peer
+        has. In host memory, checksums detect those that were not read."""
+        assert self._agent is not None
+        count = len(wanted)
+        kinds = np.fromiter((record.kind for record in wanted), np.int64, count)
+        slots = np.fromiter((record.slot for record in wanted), np.int64, count)
+        addresses = np.frombuffer(answer.addresses, dtype="<i8")
+        if len(addresses) != count:
+            raise WireError("protocol", f"{len(addresses)} addresses came for {count} records")
+        there = addresses >= 0
+        if not there.all():
+            result.failure, result.said = "missing", "it has not all records"
+            wanted = list(itertools.compress(wanted, there))
         try:
-            self._agent.read(answer.agent, places, answer.addresses)
+            self._agent.read(answer.agent, kinds[there], slots[there], addresses[there])
         except ReadFailed as error:
             if error.writing:
-                result.lost += records
-            raise WireError("nixl", str(error)) from error
+                result.lost += wanted
+            raise WireError(self._agent.backend, str(error)) from error
+        return wanted
 
     def _refused(self, answer: Answer, result: Fetched) -> None:
         result.failure = answer.refused
@@ -159,5 +181,7 @@ class Receiver:
                 f"it serves another model, or stores it in another way ({answer.model.hex()}, "
                 f"here {self._model.hex()})"
             )
+        elif answer.refused == "backend":
+            result.said = "it has another disaggregation_transfer_backend"
         else:
             result.said = f"it refused: {answer.refused}"

@@ -8,12 +8,15 @@ import socket
 import socketserver
 import threading
 
+import numpy as np
+
+from cairn.cache.host import NAME_BYTES
+from cairn.engine.transfer.agent import READ_SECONDS, Agent
 from cairn.engine.transfer.joined import Records
-from cairn.engine.transfer.nixl import READ_SECONDS, Agent
 from cairn.engine.transfer.tickets import Ticket, Tickets
 from cairn.engine.transfer.wire import VERSION, Answer, Ask, WireError, receive_frame, send_frame
 from cairn.errors import BadConfig
-from cairn.runner.host_records import HostRecords
+from cairn.runner.device_records import DeviceRecords
 from cairn.specs.disaggregation import Disaggregation
 
 log = logging.getLogger(__name__)
@@ -109,25 +112,38 @@ class Sender:
             self._tickets.end(ask.ticket)
 
     def _send(self, connection: socket.socket, ask: Ask, ticket: Ticket) -> None:
-        found = [(kind, ticket.records.get((kind, name))) for kind, name in ask.wanted]
-        sums = [None if slot is None else self._records.sum_of(kind, slot) for kind, slot in found]
-        coming = [
-            (kind, slot)
-            for (kind, slot), known in zip(found, sums, strict=True)
-            if slot is not None and known is not None
+        found = [
+            (kind, ticket.records.get((kind, names[at : at + NAME_BYTES])))
+            for kind, names in ask.wanted
+            for at in range(0, len(names), NAME_BYTES)
         ]
-        if ask.reads and self._agent is not None and isinstance(self._records, HostRecords):
-            places = [self._records.place(kind, slot)[0] for kind, slot in coming]
-            answer = Answer(sums, agent=self._agent.metadata, addresses=places)
+        records, sums = self._records, list[int | None]()
+        if not isinstance(records, DeviceRecords):
+            sums = [None if slot is None else records.sum_of(kind, slot) for kind, slot in found]
+        if self._agent is not None and ask.reads == self._agent.backend:
+            answer = Answer(sums, agent=self._agent.metadata, addresses=self._addresses(found))
             send_frame(connection, answer, self._secret)
             # The connection ends when they have been read. Records overwritten after that fail
             # their checksum.
             connection.settimeout(READ_SECONDS)
             connection.recv(1)
             return
+        if isinstance(records, DeviceRecords):
+            self._refuse(connection, "backend")
+            return
         send_frame(connection, Answer(sums), self._secret)
-        for kind, slot in coming:
-            connection.sendall(self._records.content(kind, slot))
+        for (kind, slot), known in zip(found, sums, strict=True):
+            if slot is not None and known is not None:
+                connection.sendall(records.content(kind, slot))
+
+    def _addresses(self, found: list[tuple[int, int | None]]) -> bytes:
+        """See `Answer`."""
+        assert self._agent is not None
+        kinds = np.fromiter((kind for kind, _ in found), np.int64, len(found))
+        slots = np.fromiter((-1 if slot is None else slot for _, slot in found), np.int64)
+        addresses, there = np.full(len(found), -1, dtype="<i8"), slots >= 0
+        addresses[there] = self._agent.addresses(kinds[there], slots[there])
+        return addresses.tobytes()
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         send_frame(connection, Answer([], reason, self._model), self._secret)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 HASH_BYTES = 16
 LONGEST_FRAME = 64 << 20
 T = TypeVar("T")
@@ -40,34 +40,37 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
         version: protocol version.
         model: key of the requester's model, weights and record layout.
         ticket: name of the ticket.
-        wanted: (kind, name) of records.
-        reads: records are read through NIXL, if the other side has it, instead of being sent.
+        wanted: for each kind of record the names, concatenated.
+        reads: backend of the agent through which records are read, if the other side has the same,
+            instead of being sent; empty: none.
     """
 
     version: int
     model: bytes
     ticket: bytes
     wanted: list[tuple[int, bytes]]
-    reads: bool = False
+    reads: str = ""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Answer to an Ask. Without `agent`, the records follow; otherwise they are read through NIXL,
+    """Answer to an Ask. Without `agent`, the records follow; otherwise they are read through it,
     and the ticket is valid until the connection ends.
 
     Attributes:
-        sums: checksum of each requested record; None: not available.
-        refused: why the request is refused: "ticket", "model" or "version".
+        sums: checksum of each requested record; None: not available. Records in GPU memory have
+            none.
+        refused: why the request is refused: "ticket", "model", "version" or "backend".
         model: key of the answering engine's model.
-        agent: metadata of its NIXL agent; empty: records follow.
-        addresses: addresses of the records in its memory.
+        agent: metadata of its agent (`cairn.engine.transfer.agent`); empty: records follow.
+        addresses: with an agent the address of each requested record, little-endian int64; -1: not
+            available.
     """
 
     sums: list[int | None]
     refused: str | None = None
     model: bytes = b""
     agent: bytes = b""
-    addresses: list[int] = []
+    addresses: bytes = b""
 
 
 def send_frame(connection: socket.socket, message: msgspec.Struct, secret: bytes) -> None:

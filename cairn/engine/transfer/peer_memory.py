@@ -1,0 +1,122 @@
+"""Reads records in the memory of other GPUs of this host: CUDA inter-process handles, copied by the
+copy engines, over NVLink where there is any."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.engine.transfer.agent import READ_SECONDS, Ints, ReadFailed
+from cairn.runner.device_records import DeviceRecords
+from cairn.specs.disaggregation import CUDA
+
+MOST_PEERS = 8
+"""Number of engines whose memory stays mapped."""
+
+
+class Shared(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor [count, size] uint8 of another process; the fields are those with which
+    `torch.multiprocessing` shares a storage."""
+
+    count: int
+    size: int
+    handle: bytes = b""
+    storage_bytes: int = 0
+    offset: int = 0
+    counter: bytes = b""
+    counter_offset: int = 0
+    event: bytes = b""
+    event_needed: bool = False
+
+
+class PeerMemory:
+    """An `Agent` for records in GPU memory.
+
+    Args:
+        records: all of them are shared.
+    """
+
+    backend = CUDA
+
+    def __init__(self, records: DeviceRecords) -> None:
+        self._records = records
+        self.metadata = msgspec.msgpack.encode([share(rows) for rows in records.rows])
+        self._opened: OrderedDict[bytes, list[Tensor]] = OrderedDict()
+        on_gpu = records.device.type == "cuda"
+        self._stream = torch.cuda.Stream(records.device) if on_gpu else None
+
+    def addresses(self, kinds: Ints, slots: Ints) -> Ints:
+        """See `Agent`: the slots themselves."""
+        return slots
+
+    @torch.inference_mode()
+    def read(self, metadata: bytes, kinds: Ints, slots: Ints, addresses: Ints) -> None:
+        """See `Agent`."""
+        began = time.monotonic()
+        try:
+            theirs = self._rows_of(metadata)
+            with torch.cuda.stream(self._stream):
+                if self._stream is not None and self._records.loaded is not None:
+                    # The previous records of these slots have been loaded.
+                    self._stream.wait_event(self._records.loaded)
+                for kind, to, source, count in _runs(kinds, slots, addresses):
+                    own = self._records.rows[kind][to : to + count]
+                    own.copy_(theirs[kind][source : source + count], non_blocking=True)
+            if self._stream is not None:
+                self._stream.synchronize()
+        except (RuntimeError, msgspec.MsgspecError) as error:
+            raise ReadFailed(f"the memory of the peer's GPU cannot be read: {error}") from error
+        if time.monotonic() - began > READ_SECONDS / 2:
+            # The peer may have released the records; without checksums nothing else detects it.
+            raise ReadFailed("the read took too long")
+
+    def _rows_of(self, metadata: bytes) -> list[Tensor]:
+        if metadata not in self._opened:
+            given = msgspec.msgpack.decode(metadata, type=list[Shared])
+            self._opened[metadata] = [opened(each, self._records.device) for each in given]
+            if len(self._opened) > MOST_PEERS:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(metadata)
+        return self._opened[metadata]
+
+
+def _runs(kinds: Ints, slots: Ints, addresses: Ints) -> list[tuple[int, int, int, int]]:
+    """(kind, own slot, its slot, count) of runs of records that are contiguous in both memories."""
+    if not len(slots):
+        return []
+    places = np.stack([kinds, slots, addresses], axis=1)
+    begins = np.flatnonzero((np.diff(places, axis=0) != (0, 1, 1)).any(1)) + 1
+    bounds = [0, *begins.tolist(), len(places)]
+    return [(*places[a].tolist(), b - a) for a, b in itertools.pairwise(bounds)]
+
+
+def share(rows: Tensor) -> Shared:
+    """Share a tensor [count, size] uint8 with other processes."""
+    if not rows.numel():
+        return Shared(len(rows), rows.shape[1])
+    _, *about = rows.untyped_storage()._share_cuda_()
+    return Shared(len(rows), rows.shape[1], *about)
+
+
+def opened(given: Shared, device: torch.device) -> Tensor:
+    """Map a tensor of another process into the address space of a device. Raises RuntimeError."""
+    if not given.handle:
+        return torch.empty(given.count, given.size, dtype=torch.uint8, device=device)
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index or 0,
+        given.handle,
+        given.storage_bytes,
+        given.offset,
+        given.counter,
+        given.counter_offset,
+        given.event,
+        given.event_needed,
+    )
+    flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return flat[: given.count * given.size].view(given.count, given.size)

@@ -1,0 +1,76 @@
+"""Records in GPU memory, which other GPUs of the host can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from cairn.cache.host import STATE, Move
+from cairn.cache.pools import CachePools
+from cairn.cache.record import ALIGNMENT, RecordLayout, layouts
+
+WORD = torch.int64
+"""Fields are copied as words of this type where their size allows it."""
+
+
+class DeviceRecords:
+    """Records in the memory of the pools' device. They have no checksums.
+
+    Args:
+        pools: source and target of the records.
+        counts: number of slots, by kind.
+
+    Attributes:
+        rows: by kind, [count, bytes of a record] uint8.
+        loaded: recorded after the last moves to the pools; None: there were none.
+    """
+
+    def __init__(self, pools: CachePools, counts: Sequence[int]) -> None:
+        self.counts, self.layouts = tuple(counts), layouts(pools.schema)
+        self._pools = pools
+        self.loaded: torch.cuda.Event | None = None
+        self.device = next(iter((*pools.tensors(), *pools.states()))).device
+        self.rows = [
+            torch.empty((count, layout.nbytes), dtype=torch.uint8, device=self.device)
+            for count, layout in zip(counts, self.layouts, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def move(self, moves: Sequence[Move], into_records: bool) -> list[Move]:
+        """Execute moves, see `cairn.cache.host.Mover`. Waits for moves into records, which other
+        processes may read afterwards."""
+        for kind, layout in enumerate(self.layouts):
+            own = [move for move in moves if move.kind == kind]
+            if not own:
+                continue
+            first = self._pools.first_snapshot if kind == STATE else 0
+            index, slots = (
+                torch.tensor(numbers, device=self.device)
+                for numbers in ([first + move.page for move in own], [move.slot for move in own])
+            )
+            for record, field in self._fields(kind, layout):
+                if into_records:
+                    record[slots] = field[index]
+                else:
+                    field[index] = record[slots]
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            if into_records:
+                stream.synchronize()
+            else:
+                self.loaded = stream.record_event()
+        return []
+
+    def _fields(self, kind: int, layout: RecordLayout) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each field in all records [slots, n] and in the pools [pages or states, n]."""
+        every = self._pools.rows if kind == STATE else self._pools.pages
+        for part in layout.parts:
+            field = every[part.layer][part.name]
+            flat = field.view(len(field), -1).view(torch.uint8)
+            record = self.rows[kind][:, part.begin : part.begin + part.nbytes]
+            if part.nbytes % ALIGNMENT == 0:
+                yield record.view(WORD), flat.view(WORD)
+            else:
+                yield record, flat
