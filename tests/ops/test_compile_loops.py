@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -41,10 +42,19 @@ print(json.dumps([before, held()]))
 
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_requests_find_all_loops_ready(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "threads"),
+    [
+        ("float32", 1),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("bfloat16", 1), ("float32", 2))),
+    ],
+)
+def test_requests_find_all_loops_ready(dtype, threads):
     command = [sys.executable, "-c", SCRIPT, dtype]
-    answer = subprocess.run(command, check=True, timeout=250, capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    answer = subprocess.run(
+        command, check=True, timeout=250, capture_output=True, text=True, env=environment
+    )
     before, after = json.loads(answer.stdout.splitlines()[-1])
     assert len(before) >= 12
     bfloat16 = dtype == "bfloat16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -129,6 +130,21 @@ torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
 assert ops.linear.choice(x, weight) == "composed"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_loops_run_on_several_threads_where_torch_has_them() -> None:
+    code = """
+import importlib.util
+import torch
+from cairn import ops
+from cairn.ops import cpu
+assert cpu.PARALLEL == (importlib.util.find_spec("numba.np.ufunc.omppool") is not None)
+x, weight = torch.randn(301, 64), torch.randn(64)
+for op, given in ((ops.rmsnorm, (x, weight)), (ops.silu_and_mul, (x,))):
+    torch.testing.assert_close(op.using("numba")(*given), op.using("reference")(*given))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=environment)
 
 
 def test_what_is_kept_follows_all_files_of_loops(tmp_path, monkeypatch) -> None:

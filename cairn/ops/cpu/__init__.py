@@ -29,6 +29,7 @@ _module: Any = None
 _types: Any = None
 _ir: Any = None
 _intrinsic: Any = None
+_caching: Any = None
 with contextlib.suppress(ImportError):
     if "numba" not in sys.modules:  # it looks at this once
         os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
@@ -36,6 +37,7 @@ with contextlib.suppress(ImportError):
     _types = _module.types
     _ir = importlib.import_module("llvmlite.ir")
     _intrinsic = importlib.import_module("numba.extending").intrinsic
+    _caching = importlib.import_module("numba.core.caching")
 
 AVAILABLE = _module is not None
 DEVICES: tuple[str, ...] = ("cpu",) if AVAILABLE else ()
@@ -46,11 +48,12 @@ _STORED_AS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def _shares_threads() -> bool:
-    """Whether Numba can run loops on torch's own OpenMP threads.
+    """Whether torch has several OpenMP threads, and Numba can run loops on them.
 
-    A second pool would compete with torch's threads, which spin for milliseconds after each call.
+    A second pool would compete with torch's threads, which spin for milliseconds after each call. A
+    loop for a single thread compiles in half of the time.
     """
-    if not AVAILABLE:
+    if not AVAILABLE or torch.get_num_threads() == 1:
         return False
     try:
         importlib.import_module("numba.np.ufunc.omppool")
@@ -91,8 +94,10 @@ def jit(function: Callable[..., Any] | None = None, *, threads: bool = False) ->
     with contextlib.suppress(RuntimeError, AttributeError):
         compiled.enable_caching()
         # Numba invalidates its cache by this file's time stamp alone; the loop also calls functions
-        # of other files, so stamp it with all sources.
-        compiled._cache._cache_file._source_stamp = _sources()
+        # of other files, so stamp it with all sources. Loops for one thread have their own files.
+        own, name = compiled._cache, compiled._cache._impl.filename_base
+        name = name if PARALLEL else f"{name}.one-thread"
+        own._cache_file = _caching.IndexDataCacheFile(own.cache_path, name, _sources())
     return compiled
 
 
