@@ -317,7 +317,7 @@ class Walk:
         assert set(self.window.allocator.free_pages) == set(range(self.window.num_pages)) - used
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_walk_beside_a_plain_model(seed: int) -> None:
     walk = Walk(seed, prefix_caching=seed % 4 != 3)
     for _ in range(1200):

@@ -100,7 +100,11 @@ def serve(built: Built, prompts, params, rng=None, hostage: Lease | None = None)
 @shows("qwen3_next qwen3_5 glm_moe_dsa deepseek_v4", "speculation")
 @pytest.mark.parametrize(
     "family, overlap",
-    list(zip([*RECURRENT, *LATENT, COMPRESSED], [True, False, True, True], strict=True)),
+    [
+        pytest.param("recurrent", True, marks=pytest.mark.slow),
+        ("recurrent with experts", False),
+        *((family, True) for family in (*LATENT, COMPRESSED)),
+    ],
 )
 def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bool) -> None:
     """Prefix cache, chunks, batches, aborts and retractions: a guess depends on the text alone."""

@@ -135,12 +135,16 @@ def test_the_engine_does_not_outlive_its_parent(moment, private_tmp):
 
 def test_a_failing_step_ends_its_requests_only(monkeypatch):
     monkeypatch.setenv("CAIRN_ALLOW_FAULTS", "1")
-    monkeypatch.setenv("CAIRN_FAULT", "raise@3,raise@5,raise@6,raise@8,raise@9,raise@10")
+    faults = "stall:1.2@1,raise@3,raise@5,raise@6,raise@8,raise@9,raise@10"
+    monkeypatch.setenv("CAIRN_FAULT", faults)
     short = SamplingParams(max_tokens=2, ignore_eos=True)
 
     async def run():
         async with engine() as client:
-            (hit,) = await collect(client.submit([1, 2, 3], LONG))
+            assert client.step_age == 0.0
+            submission = client.submit([1, 2, 3], LONG)
+            await until(lambda: client.step_age > 0.5)
+            (hit,) = await collect(submission)
             assert hit.last.finish_reason == "error" and hit.last.status == 500
             assert "step 3" in hit.last.error
             assert len(hit.token_ids) == 2
@@ -163,6 +167,7 @@ def test_a_failing_step_ends_its_requests_only(monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_seen_by_its_age(monkeypatch):
     monkeypatch.setenv("CAIRN_ALLOW_FAULTS", "1")
     monkeypatch.setenv("CAIRN_FAULT", "stall:1.2@1,stall:600@3")

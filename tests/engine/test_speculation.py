@@ -22,8 +22,8 @@ from tests.support import shows
 
 PLAIN = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = replace(PLAIN, temperature=1.0, seed=11)
-ALIKE = ("recurrent with experts", "latent in 8 bits")
-"""Families whose steps with guesses are like those of another one."""
+ALIKE = ("recurrent with experts", "latent in 8 bits", "latent, shared selections", "compressed")
+"""Families whose steps with guesses are like those of another one, or in test_draft_head.py."""
 RIGHT = {"right": 1.0, "random": 0.6, "wrong": 0.0}
 
 

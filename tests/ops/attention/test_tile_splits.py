@@ -19,7 +19,13 @@ needs_triton = pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 
 @needs_triton
 @pytest.mark.parametrize(
-    "splits, least, mask_landmarks", [(2, 1, False), (3, 1, True), (16, 1, False), (3, 3, True)]
+    "splits, least, mask_landmarks",
+    [
+        pytest.param(2, 1, False, marks=pytest.mark.slow),
+        (3, 1, True),
+        (16, 1, False),
+        (3, 3, True),
+    ],
 )
 def test_same_attention_whatever_the_splits(
     splits: int,
