@@ -68,7 +68,7 @@ class Plan:
         if type(self.replicas) is not int or self.replicas < 1:
             raise BadConfig(f"replicas must be an integer >= 1, not {self.replicas!r}")
         # Refused here, not on another machine.
-        self.options()
+        self._check_node(*self.options())
         if self.prefill:
             self.of_prefill()
 
@@ -77,6 +77,21 @@ class Plan:
         server: dict[str, Any]
         server = {k: tuple(v) if isinstance(v, list) else v for k, v in self.server.items()}
         return EngineOptions(**self.engine), ServerOptions(**server)
+
+    def _check_node(self, engine: EngineOptions, server: ServerOptions) -> None:
+        """Raise BadConfig unless a replica fits one node, where its actor starts all its ranks."""
+        if engine.nnodes > 1:
+            raise BadConfig(
+                f"nnodes is {engine.nnodes}, but all ranks of a replica on Ray are on one node",
+                "Leave nnodes out, or start `cairn serve --nnodes` on each node without Ray",
+            )
+        ranks = engine.tensor_parallel_size * server.data_parallel_size
+        gpus = self.resources.get("num_gpus")
+        if gpus and ranks > max(1, gpus):
+            raise BadConfig(
+                f"a replica has {ranks} ranks, but [resources] gives it num_gpus = {gpus}",
+                f"Write num_gpus = {ranks}: each rank takes a GPU of the replica's node",
+            )
 
     def of_prefill(self) -> Plan:
         """That of the servers that compute prompts. Raises BadConfig for what is impossible."""

@@ -57,6 +57,14 @@ def test_a_plan_is_read():
         ('model = "m"\nengine = 3', r"Write a table \[engine\]"),
         ('model = "m"\n[engine]\ndevice = "tpu"', "device is 'tpu'"),
         ('model = "m"\n[server]\nmax_m = 1', "no option 'max_m'. Did you mean 'max_n'"),
+        (
+            'model = "m"\n[engine]\nnnodes = 2\ntensor_parallel_size = 2',
+            "nnodes is 2, but all ranks",
+        ),
+        (
+            'model = "m"\n[engine]\ntensor_parallel_size = 2\n[resources]\nnum_gpus = 1',
+            "has 2 ranks, but .* num_gpus = 1",
+        ),
         ('model = "m"\n[prefill]\nreplica = 1', r"\[prefill\] has 'replica'"),
         ('model = "m"\n[prefill.engine]\ndevice = "tpu"', "device is 'tpu'"),
     ],
