@@ -36,9 +36,10 @@ BLOCK = 256
 """Words per program."""
 ROW_WORDS = 4096
 """Words of the longest row of `add_normed`."""
-PARTS, PART_BYTES = 4, 1 << 24
-"""Chunks in flight, and bytes of a chunk: 2,048 tokens of hidden size 4,096 in bfloat16, enough for
-a matrix product to fill the device. 36 MiB took the same time on two H200s (7B, 8,192 tokens)."""
+PARTS, PART_BYTES = 4, 36 << 20
+"""Chunks in flight, and bytes of a chunk: 4,608 tokens of hidden size 4,096 in bfloat16. On two
+H200s (7B, 8,192 tokens) 16 MiB took as long on the GPUs, with more launches than a slow host does
+in that time."""
 FLAGS_BYTES, FREED = 256, 32
 """Bytes of a slot's two int32 flags, and the index of the second one: each has its cache line."""
 
