@@ -1,9 +1,8 @@
-"""Reads records in the memory of other GPUs of this host: CUDA inter-process handles, copied by the
-copy engines, over NVLink where there is any."""
+"""Reads records in the memory of other GPUs of this host, over NVLink where there is any. The
+memory is mapped by CUDA's inter-process handles."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import OrderedDict
 
@@ -13,9 +12,11 @@ import torch
 from torch import Tensor
 
 from cairn.engine.transfer.agent import READ_SECONDS, Ints, ReadFailed
-from cairn.runner.device_records import DeviceRecords
+from cairn.runner.device_records import WORD, DeviceRecords
 from cairn.specs.disaggregation import CUDA
 
+BLOCK = 64 << 20
+"""Bytes of records that are gathered at a time."""
 MOST_PEERS = 8
 """Number of engines whose memory stays mapped."""
 
@@ -61,13 +62,15 @@ class PeerMemory:
         began = time.monotonic()
         try:
             theirs = self._rows_of(metadata)
+            if len(theirs) != len(self._records.rows):
+                raise RuntimeError(f"it has {len(theirs)} kinds of records")
             with torch.cuda.stream(self._stream):
                 if self._stream is not None and self._records.loaded is not None:
                     # The previous records of these slots have been loaded.
                     self._stream.wait_event(self._records.loaded)
-                for kind, to, source, count in _runs(kinds, slots, addresses):
-                    own = self._records.rows[kind][to : to + count]
-                    own.copy_(theirs[kind][source : source + count], non_blocking=True)
+                for kind, rows in enumerate(self._records.rows):
+                    of_kind = kinds == kind
+                    _copy(rows, slots[of_kind], theirs[kind], addresses[of_kind])
             if self._stream is not None:
                 self._stream.synchronize()
         except (RuntimeError, msgspec.MsgspecError) as error:
@@ -86,14 +89,23 @@ class PeerMemory:
         return self._opened[metadata]
 
 
-def _runs(kinds: Ints, slots: Ints, addresses: Ints) -> list[tuple[int, int, int, int]]:
-    """(kind, own slot, its slot, count) of runs of records that are contiguous in both memories."""
-    if not len(slots):
-        return []
-    places = np.stack([kinds, slots, addresses], axis=1)
-    begins = np.flatnonzero((np.diff(places, axis=0) != (0, 1, 1)).any(1)) + 1
-    bounds = [0, *begins.tolist(), len(places)]
-    return [(*places[a].tolist(), b - a) for a, b in itertools.pairwise(bounds)]
+def _copy(rows: Tensor, slots: Ints, theirs: Tensor, sources: Ints) -> None:
+    """rows[slots] = theirs[sources]: one copy where both are contiguous, otherwise in blocks."""
+    count = len(slots)
+    if not count:
+        return
+    if theirs.shape[1] != rows.shape[1] or sources.max() >= len(theirs):
+        raise RuntimeError(f"its records are {list(theirs.shape)}, here {list(rows.shape)}")
+    if (np.diff(slots) == 1).all() and (np.diff(sources) == 1).all():
+        to, source = int(slots[0]), int(sources[0])
+        rows[to : to + count].copy_(theirs[source : source + count], non_blocking=True)
+        return
+    words, its = rows.view(WORD), theirs.view(WORD)
+    index, sources_on = (torch.from_numpy(each).to(rows.device) for each in (slots, sources))
+    step = max(1, BLOCK // rows.shape[1])
+    for begin in range(0, count, step):
+        some = slice(begin, begin + step)
+        words[index[some]] = its[sources_on[some]]
 
 
 def share(rows: Tensor) -> Shared:

@@ -105,7 +105,7 @@ class Receiver:
             with socket.create_connection(address, CONNECT_SECONDS) as connection:
                 connection.settimeout(STALL_SECONDS)
                 names = [
-                    (kind, b"".join(record.name for record in wanted if record.kind == kind))
+                    (kind, b"".join([record.name for record in wanted if record.kind == kind]))
                     for kind in KINDS
                 ]
                 reads = "" if self._agent is None else self._agent.backend
@@ -153,12 +153,11 @@ class Receiver:
         """Read records through the agent instead of receiving them; returns those that the peer
         has. In host memory, checksums detect those that were not read."""
         assert self._agent is not None
-        count = len(wanted)
-        kinds = np.fromiter((record.kind for record in wanted), np.int64, count)
-        slots = np.fromiter((record.slot for record in wanted), np.int64, count)
+        kinds = np.array([record.kind for record in wanted], np.int64)
+        slots = np.array([record.slot for record in wanted], np.int64)
         addresses = np.frombuffer(answer.addresses, dtype="<i8")
-        if len(addresses) != count:
-            raise WireError("protocol", f"{len(addresses)} addresses came for {count} records")
+        if len(addresses) != len(wanted):
+            raise WireError("protocol", f"{len(addresses)} addresses for {len(wanted)} records")
         there = addresses >= 0
         if not there.all():
             result.failure, result.said = "missing", "it has not all records"

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import socketserver
+import struct
 import threading
 
 import numpy as np
@@ -21,6 +22,7 @@ from cairn.specs.disaggregation import Disaggregation
 
 log = logging.getLogger(__name__)
 
+NAME = struct.Struct(f"{NAME_BYTES}s")
 STALL_SECONDS = 10.0
 """Seconds without data from a peer after which its connection is closed."""
 
@@ -113,9 +115,9 @@ class Sender:
 
     def _send(self, connection: socket.socket, ask: Ask, ticket: Ticket) -> None:
         found = [
-            (kind, ticket.records.get((kind, names[at : at + NAME_BYTES])))
+            (kind, ticket.records.get((kind, name)))
             for kind, names in ask.wanted
-            for at in range(0, len(names), NAME_BYTES)
+            for (name,) in NAME.iter_unpack(names[: len(names) // NAME.size * NAME.size])
         ]
         records, sums = self._records, list[int | None]()
         if not isinstance(records, DeviceRecords):
@@ -139,8 +141,8 @@ class Sender:
     def _addresses(self, found: list[tuple[int, int | None]]) -> bytes:
         """See `Answer`."""
         assert self._agent is not None
-        kinds = np.fromiter((kind for kind, _ in found), np.int64, len(found))
-        slots = np.fromiter((-1 if slot is None else slot for _, slot in found), np.int64)
+        kinds = np.array([kind for kind, _ in found], np.int64)
+        slots = np.array([-1 if slot is None else slot for _, slot in found], np.int64)
         addresses, there = np.full(len(found), -1, dtype="<i8"), slots >= 0
         addresses[there] = self._agent.addresses(kinds[there], slots[there])
         return addresses.tobytes()
