@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,6 @@ from cairn.config import (
 from cairn.errors import BadConfig, BadRequest
 from cairn.models.registry import load_spec
 from cairn.specs.layer_list import format_layers, parse_layers
-from cairn.specs.model import count_backends
 from cairn.specs.speculation import most_drafts
 from tests.specs import dense_spec, hils_of, landmark_spec
 
@@ -42,7 +42,7 @@ def test_nothing_is_left_open():
     config = settle()
     assert config.dtype == "float32"
     assert config.device == "cpu"
-    assert count_backends(config.model) == {"dense": 9, "hsa": 3}
+    assert Counter(mixer.backend for mixer in config.model.mixers) == {"dense": 9, "hsa": 3}
     assert config.page_size == 64
     assert config.model.selecting_layers == (3, 7, 11)
     hils = hils_of(config.model)
@@ -61,7 +61,7 @@ def test_nothing_is_left_open():
     }
 
 
-def test_what_the_user_chose_needs_no_reason():
+def test_options_given_by_the_user_have_no_reason():
     config = settle(
         dtype="float32", device="cpu", chunked_prefill_size=7, kv_cache_memory=1000, page_size=64
     )
@@ -150,7 +150,10 @@ def test_a_target_and_a_fixed_chunk_contradict_each_other():
 
 def test_a_model_without_landmarks():
     config = settle(PLAIN)
-    assert count_backends(config.model) == {"dense": 12} and config.page_size == 64
+    assert (
+        Counter(mixer.backend for mixer in config.model.mixers) == {"dense": 12}
+        and config.page_size == 64
+    )
     assert config.model == PLAIN
     assert settle(PLAIN, page_size=16).page_size == 16
     for option in (

@@ -42,7 +42,7 @@ def test_the_example_of_ops_prints_what_stands_below_it() -> None:
         ("dockerfile", 'CMD ["sevre"]', "no command 'sevre'"),
     ],
 )
-def test_what_is_wrong_is_found(kind: str, text: str, message: str) -> None:
+def test_broken_snippets_are_found(kind: str, text: str, message: str) -> None:
     block = snippets.Block(README, 1, kind, text)
     with pytest.raises(snippets.Broken, match=message):
         snippets.check(block, None, run=False, with_server=False)

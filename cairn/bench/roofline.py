@@ -150,16 +150,6 @@ def decode_parameters(spec: ModelSpec) -> float:
     return mixers + sum(_ffn_parameters(spec, layer.ffn, 1) for layer in spec.layers)
 
 
-def pages_per_query(spec: ModelSpec, slots: int) -> int:
-    """Pages that a query at slot `slots` reads at most in a landmark layer: window and top-k."""
-    mixer = next((m for m in spec.mixers if isinstance(m, HilsSpec)), None)
-    if mixer is None or not spec.page_size:
-        return 0
-    size = spec.page_size
-    candidates = max(0, (slots - mixer.local_window + 1) // size)
-    return min(candidates, mixer.topk) + slots // size + 1 - candidates
-
-
 def _read_parameters(spec: ModelSpec, layer: LayerSpec, tokens: int) -> float:
     """Matrix parameters of a layer that a step of so many tokens reads."""
     return _mixer_parameters(spec, layer.mixer) + _ffn_parameters(spec, layer.ffn, tokens, True)

@@ -58,7 +58,7 @@ def expect(
     """Raise BadArgument unless a tensor is what an op takes.
 
     Args:
-        op, name: of the op and of its argument, for the message.
+        op, name: of the op and of its argument, for messages.
         tensor: the argument.
         shape: its sizes, None for any; or their number, which is faster than so many None.
         dtypes: those allowed.

@@ -323,7 +323,7 @@ def within_32_bits(*strided: Tensor, dim: int = -2) -> bool:
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program with a block of so many elements: 4 to 16 elements a thread."""
+    """Warps of a program with a block of this many elements: 4 to 16 elements per thread."""
     return min(16, max(1, next_power_of_2(elements) // 256))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -255,11 +254,6 @@ def describe_layers(spec: ModelSpec, text: Callable[[LayerSpec], str]) -> dict[s
     for said, group in groupby(enumerate(spec.layers), key=lambda entry: text(entry[1])):
         found[format_layers([i for i, _ in group])] = said
     return found
-
-
-def count_backends(spec: ModelSpec) -> dict[str, int]:
-    """Layers by the name of the backend that computes them."""
-    return dict(Counter(mixer.backend for mixer in spec.mixers))
 
 
 def selecting_window(spec: ModelSpec) -> int:

@@ -85,7 +85,7 @@ def test_slots_that_are_alone_are_attended_by_themselves(
     assert heard == [(20, False, None)]
 
 
-def test_what_is_watched_is_attended_in_one():
+def test_watched_queries_run_in_one_chunk():
     watch = torch.tensor([3, 299])
     step = step_of(LANDMARK, [*[1] * 20, 280], Cuts(True, 16), watch=watch)
     attend(step, *drawn(300))

@@ -103,7 +103,7 @@ def test_how_many_are_alone(rows: int, slots: int, count: int):
     assert least == 0 or alone(least - 1, slots) < count
 
 
-def test_what_is_alone_decodes():
+def test_single_tokens_beside_a_chunk_decode():
     chunk, cutter = (0, 64), Cutter(())
     both = cutter.of_step(rows_of([(7, 1), (14, 2), chunk], decoding=2))
     assert both == Cuts(True, 16)
@@ -119,7 +119,7 @@ def test_slots_are_chunks_where_rows_have_many():
     assert not cutter.of_step(rows_of([(0, 16), (5, 15)])).chunked
 
 
-def test_what_is_early_stands_in_front_of_a_slot():
+def test_the_early_part_of_a_step_is_before_the_fronts_slot():
     """As far as it is worth a launch of its own, and begins and ends at round addresses."""
 
     def early(*chunks: tuple[int, int], decoding: bool = False, limit: int = 640) -> int:
@@ -150,7 +150,7 @@ def check_within(rows, cuts: Cuts, limits) -> None:
         begin += front.slots
 
 
-def test_what_is_near_stands_behind_what_is_early():
+def test_the_second_front_follows_the_first():
     """Of the second front all others or none."""
 
     def fronts(*chunks: tuple[int, int]) -> tuple[Front, ...]:
@@ -194,7 +194,7 @@ def test_a_bucket_has_the_cuts_that_waste_least():
 
 
 @pytest.mark.parametrize("limits", [(), LIMITS[:1], LIMITS, (Front(32, 4),), (Front(0, 0),)])
-def test_whatever_a_step_is_its_bucket_is_among_those_there_can_be(limits):
+def test_every_step_has_cuts_among_its_buckets_cuts(limits):
     """And its fronts hold what they say."""
     rng, cutter, num_rows = random.Random(1), Cutter(limits), 40
     for _ in range(300):

@@ -132,7 +132,7 @@ def test_short_rows_are_not_scored():
     assert keys[batch.places[0].location].isfinite().all()
 
 
-def test_what_layers_keep():
+def test_cache_fields_of_layers():
     schema = cache_schema([FULL, SHARED], PageFormat(SIZE, torch.bfloat16))
     shapes = [{f.name: (f.shape, f.dtype) for f in layer.pages} for layer in schema.layers]
     record = {"record": ((SIZE, LATENT + ROPE), torch.bfloat16)}
@@ -149,7 +149,7 @@ def test_formats_that_do_not_hold_them_are_refused():
         small.keys_and_values(2, 64)
 
 
-def test_what_layers_keep_in_8_bits():
+def test_cache_fields_of_layers_in_8_bits():
     spec = replace(FULL, kv_lora_rank=512, rope_dim=64, indexer=IndexerSpec(2, 128, ROTARY))
     for layout in (LINEAR, PRESHUFFLED):
         form = PageFormat(64, torch.bfloat16, small_records=True, index_layout=layout)

@@ -35,7 +35,7 @@ def test_every_size_and_what_is_compiled_beside_it_runs_once(norm, monkeypatch):
     assert torch.get_num_threads() == before
 
 
-def test_what_fails_is_left_to_the_measurement(norm, monkeypatch):
+def test_failures_are_left_to_the_measurement(norm, monkeypatch):
     called = []
 
     def broken(x, weight):

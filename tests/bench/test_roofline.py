@@ -48,15 +48,9 @@ def test_quantized_keys_and_values_are_a_byte_a_number():
     saved = roofline.decode_bytes(HSA, 8192, 1, "bfloat16") - roofline.decode_bytes(
         HSA, 8192, 1, "bfloat16", "fp8_e4m3"
     )
-    read = roofline.pages_per_query(HSA, 8192) * 64
+    # At most 32 selected pages and 9 of the window of 512 slots, of 64 slots each.
+    read = (32 + 9) * 64
     assert 0.9 * read < saved / (16 * (PAIR - 260)) < 1.1 * read
-
-
-def test_page_reads_do_not_grow():
-    counts = {roofline.pages_per_query(HSA, slots) for slots in (8192, 65536, 262144)}
-    assert max(counts) <= 32 + 512 // 64 + 1
-    assert roofline.pages_per_query(HSA, 100) == 2
-    assert roofline.pages_per_query(DENSE, 100) == 0
 
 
 def brute_force_flops(spec, slots):

@@ -43,7 +43,7 @@ def test_a_stream_is_measured(chat):
         assert not body.keys() & {"n", "stop", "ignore_eos"}
 
 
-def test_what_was_asked_for_is_sent():
+def test_the_request_body_has_all_options():
     with FakeApi() as api:
         request = Request("x", 1, 2, n=3, stop=("a", "b"), ignore_eos=True, stream=False)
         outcome = ask(api, request, model="other")

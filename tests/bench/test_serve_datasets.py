@@ -74,7 +74,7 @@ def test_without_either_one_request_tells_the_proportion():
     assert [tokens_of(x.prompt) for x in found] == pytest.approx([500] * 3, rel=0.01)
 
 
-def test_nothing_counts():
+def test_without_tokenize_and_usage_a_tokenizer_is_required():
     with FakeApi(tokenize=False, usage=False) as api, pytest.raises(BadConfig, match="--tokenizer"):
         items(api, DatasetOptions(), 1)
 

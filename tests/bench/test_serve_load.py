@@ -47,7 +47,7 @@ def test_a_pace_that_cannot_be_is_refused(pace):
         Pace(**pace)
 
 
-def test_never_more_in_flight_than_allowed_and_all_are_sent():
+def test_concurrency_is_bounded_and_all_requests_are_sent():
     seen, running, most = [], 0, 0
 
     async def work(index, due):
@@ -199,6 +199,6 @@ def test_the_share_that_left_is_the_fraction_although_some_are_served_first():
 
 
 @pytest.mark.parametrize("fraction, leaves", [(0.0, False), (1.0, True)])
-def test_none_or_all_leave(fraction, leaves):
+def test_leave_fractions_of_0_and_1(fraction, leaves):
     leavers = Leavers(fraction, seed=1)
     assert all((leavers.leave_after("") is not None) == leaves for _ in range(100))

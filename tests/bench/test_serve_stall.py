@@ -27,7 +27,7 @@ def test_a_gap_belongs_to_the_prefill_when_any_part_of_it_lies_there():
     assert during == [(4.0, 2.0), (4.5, 0.5), (9.0, 4.5), (30.0, pytest.approx(27.8))]
 
 
-def test_what_the_result_says():
+def test_stall_result_fields():
     result = StallResult(
         "m",
         alone=Prefill(0.0, 10.0, 1000),

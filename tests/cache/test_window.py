@@ -113,7 +113,7 @@ def test_growing_needs_pages_of_both_pools() -> None:
     check(cache, [lease, other])
 
 
-def test_what_rows_will_want_counts_windows_that_move() -> None:
+def test_growth_counts_window_pages_that_are_freed() -> None:
     cache = cache_of(100, 12)
     lease, other = cache.open([1], 0), cache.open([2], 0)
     assert cache.fits(cache.growth(lease, 90), at_once=8)

@@ -203,7 +203,7 @@ def test_bad_input_is_refused_before_loading(run, llms, arguments, word):
     assert llms == []
 
 
-def test_what_is_not_said_is_the_models_recommendation(run, llms, monkeypatch):
+def test_missing_options_are_the_models_recommendation(run, llms, monkeypatch):
     monkeypatch.setattr(FakeLLM, "default_params", SamplingParams(top_k=7))
     assert run("generate", "--prompt", "hi", "--top-p", "0.5")[0] == 0
     assert run("generate", "--prompt", "hi", "--top-k", "3")[0] == 0

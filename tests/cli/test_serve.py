@@ -33,7 +33,7 @@ def test_defaults(run, started):
     assert logging.getLogger("cairn.access").isEnabledFor(logging.INFO)
 
 
-def test_who_asks_for_quiet_gets_it(run, started):
+def test_log_level_warning_disables_the_access_log(run, started):
     assert run("--log-level", "warning", "serve")[0] == 0
     assert not logging.getLogger("cairn.access").isEnabledFor(logging.INFO)
 

@@ -32,7 +32,7 @@ def demo():
     return run_demo(Path("tiny"), tokens=20_000, questions=2, seed=0, options={"dtype": "float32"})
 
 
-def test_all_right(llms, capsys):
+def test_all_answers_are_right(llms, capsys):
     assert demo()
     out = capsys.readouterr().out
     assert out.count("  right\n") == 6
@@ -52,7 +52,7 @@ def test_the_document_is_read_first_and_shared(llms):
     assert all(params.greedy for _, params in llms[0].calls)
 
 
-def test_one_wrong(llms, capsys, monkeypatch):
+def test_one_answer_is_wrong(llms, capsys, monkeypatch):
     monkeypatch.setattr(
         FakeLLM, "answer", staticmethod(lambda p: "00000" if "#ask" in p[-20:] else know(p))
     )

@@ -56,7 +56,7 @@ def call(**function: object) -> list[dict[str, object]]:
         (call(arguments="{}"), r"tool_calls\[0\] needs a 'function' with a string 'name'"),
     ],
 )
-def test_what_is_no_message(messages, words):
+def test_invalid_messages_are_refused(messages, words):
     with pytest.raises(BadRequest, match=words):
         checked_messages(messages)
 
@@ -75,7 +75,7 @@ def test_what_is_no_message(messages, words):
         ),
     ],
 )
-def test_what_programs_write_beside_content(message, seen):
+def test_other_fields_of_messages_are_normalised(message, seen):
     assert checked_messages([{"role": "assistant", **message}]) == [{"role": "assistant", **seen}]
 
 

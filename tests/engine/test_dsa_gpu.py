@@ -82,7 +82,7 @@ def _all_same(got: list[Trace], wanted: list[Trace]) -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_near_the_cpu(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+def test_gpu_logits_are_near_the_cpus(family: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     options = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype, "load_format": "auto"}
     store(tmp_path, BLOCK | FAMILIES[family])
     prompts = prompts_of(2)

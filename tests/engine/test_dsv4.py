@@ -108,7 +108,7 @@ def test_rejected_guesses_leave_nothing_behind(model):
     assert_same(guessed, plain)
 
 
-def test_what_layers_keep(tmp_path):
+def test_cache_fields_of_layers(tmp_path):
     """Entries and index keys for good; records and inputs of entries under their windows."""
     schema = made(tmp_path).runner.pools.schema
     pages = [layer.pages for layer in schema.layers]

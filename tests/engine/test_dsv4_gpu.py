@@ -37,7 +37,7 @@ def test_graphs_give_what_steps_without_give(tmp_path: Path) -> None:
     assert len(graphs.runner.graphs._captured) > 0
 
 
-def test_near_the_cpu(tmp_path: Path) -> None:
+def test_gpu_logits_are_near_the_cpus(tmp_path: Path) -> None:
     saved(tmp_path)
     given = {"page_size": PAGE, "kv_cache_memory": "16MiB"}
     found = (

@@ -138,7 +138,7 @@ def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed
 
 
 @pytest.mark.parametrize("family", ["landmarks and windows", "recurrent", "latent in 8 bits"])
-def test_what_memory_held_before_a_start_changes_no_bit(family: str, monkeypatch) -> None:
+def test_uninitialised_memory_changes_no_bit(family: str, monkeypatch) -> None:
     """Tensors that PyTorch allocates without filling them are NaN, or what happens to be there."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True)

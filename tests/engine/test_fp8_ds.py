@@ -10,16 +10,11 @@ import pytest
 from cairn.cache.schema import BYTES
 from cairn.errors import BadConfig
 from tests.engine.dsa import FAMILIES, PAGE, made, prompts_of
-from tests.engine.harness import difference, engine, greedy, run
+from tests.engine.harness import engine, greedy, run
+from tests.engine.test_kv_cache_dtype import assert_near
 from tests.support import shows
 
 OPTIONS = {"device": "cpu", "dtype": "float32", "kv_cache_dtype": "fp8_ds"}
-
-
-def assert_near(got: np.ndarray, want: np.ndarray) -> None:
-    """Float32 noise now and then carries a number over a border of 8 bits."""
-    assert difference(got, want) < 0.5
-    assert np.median(np.abs(got - want).max(-1)) < 0.02
 
 
 @shows("deepseek_v32 glm_moe_dsa", "quantised KV")
@@ -40,7 +35,7 @@ def test_chunks_batches_and_prefixes_agree(family: str, tmp_path: Path) -> None:
         assert_near(got.logprobs, want.logprobs)
 
 
-def test_near_what_float32_gives(tmp_path: Path) -> None:
+def test_fp8_records_are_near_float32(tmp_path: Path) -> None:
     prompts = prompts_of(6)[3:5]
     small = run(made(tmp_path, "layers share", **OPTIONS), prompts, greedy(1, True))
     options = OPTIONS | {"kv_cache_dtype": "auto"}

@@ -127,7 +127,7 @@ def test_the_mask_is_what_the_language_allows(pattern: str, size: int) -> None:
         ),
     ],
 )
-def test_what_a_grammar_takes(
+def test_grammars_accept_and_reject(
     compiler: GrammarCompiler, grammar: Grammar, good: list[str], bad: list[str]
 ) -> None:
     for text in good:
@@ -337,7 +337,9 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_only_looks_like_a_bomb_is_served(compiler: GrammarCompiler, name: str) -> None:
+def test_harmless_grammars_that_resemble_bombs_are_served(
+    compiler: GrammarCompiler, name: str
+) -> None:
     compiler.probe(HARMLESS[name])
 
 

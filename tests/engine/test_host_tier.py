@@ -146,7 +146,7 @@ def test_a_page_that_is_written_anew_leaves_its_frame() -> None:
         assert_same(found, plain)
 
 
-def test_what_a_tier_cannot_have_is_refused() -> None:
+def test_models_and_options_without_host_tier_are_refused() -> None:
     with pytest.raises(BadConfig, match="no layer of this model selects pages by landmarks"):
         build("recurrent", **TIER)
     with pytest.raises(BadConfig, match=r"kv_host_memory gives no memory.*--kv-host-memory"):

@@ -30,7 +30,7 @@ def compiler() -> GrammarCompiler:
         ({"type": "boolean", "not": False}, ["true"]),
     ],
 )
-def test_not(compiler, schema, good):
+def test_the_keyword_not(compiler, schema, good):
     if good:
         assert taken(compiler, schema, *ANY) == good
     else:

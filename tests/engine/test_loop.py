@@ -198,7 +198,7 @@ def test_pages_of_what_is_taken_back_return_before_the_next_step(make):
     assert not check(running.core.cache, []).problems
 
 
-def test_what_waits_can_be_taken_back_too(make):
+def test_waiting_requests_can_be_aborted(make):
     running = make(rows=1)
     running.submit("runs")
     running.submit("waits", n=30)
@@ -281,7 +281,7 @@ def test_an_idle_engine_captures_graphs_and_a_request_waits_for_one_at_most(make
     assert len(running.steps.available) == 2
 
 
-def test_what_has_ended_is_not_counted_while_a_step_still_runs_it(make, monkeypatch):
+def test_ended_requests_in_a_step_in_flight_are_not_counted(make, monkeypatch):
     """With overlap the step behind the end of an output is in flight when the end shows."""
     monkeypatch.setattr("cairn.engine.loop.STATS_SECONDS", 0)
     chosen = [next_token("a.0", index) for index in range(50)]

@@ -153,7 +153,7 @@ def test_the_table_says_where_a_gpu_goes():
         (USAGE, {"kv_cache_memory": 9000, "max_model_len": 40_000}, "Lower max_model_len"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_names_one_option(usage, options, remedy):
+def test_out_of_memory_names_one_option(usage, options, remedy):
     with pytest.raises(OutOfMemory, match=re.escape(remedy)) as caught:
         plan(usage=usage, **options)
     assert "\n" not in str(caught.value)

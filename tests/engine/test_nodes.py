@@ -100,7 +100,7 @@ def met(nodes: Nodes) -> Iterator[tuple[Nodes, list]]:
     thread.join(20)
 
 
-def test_who_may_not_come_learns_why() -> None:
+def test_refused_nodes_get_the_reason() -> None:
     with met(HERE) as (there, found):
         for other, reason in (
             (replace(there, secret=b"another"), "the secrets differ"),

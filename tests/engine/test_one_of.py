@@ -118,7 +118,7 @@ def test_branches_that_overlap_are_refused(compiler, branches):
     assert "coerce" not in message
 
 
-def test_what_stands_beside_it_is_followed_too(compiler):
+def test_keywords_beside_one_of_are_followed(compiler):
     schema = {
         "$defs": DEFS,
         "anyOf": [{"type": "null"}, {"type": "object"}],

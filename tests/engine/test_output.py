@@ -308,7 +308,7 @@ def test_special_tokens_of_a_real_tokenizer_are_stop_strings(tmp_path):
         assert (out.output.text, out.output.stop_reason) == ("one two", name)
 
 
-def test_what_ended_the_output_may_stay_in_the_text():
+def test_include_stop_str_in_output_keeps_the_stop_string():
     out = stream(stop=("st", "x"), include_stop_str_in_output=True)
     assert feed(out, b"a stop") == "a st" == out.output.text
     assert out.output.stop_reason == "st"

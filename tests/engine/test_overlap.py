@@ -281,7 +281,7 @@ def test_a_row_whose_logits_are_nan_leaves_the_others(device):
     assert answers[0] == answers[1]
 
 
-def test_when_pages_are_short_the_next_step_waits():
+def test_without_free_pages_the_next_step_is_not_overlapped():
     """Rows in flight keep their pages: none is taken back from under a step."""
     core = fake_core(page_size=4, pages=16, rows=8, max_model_len=40, overlap=True)
     late = Late(core)

@@ -47,7 +47,7 @@ def test_a_few_of_many_rows_are_not_worth_a_longer_step():
     assert not found.pays({good: [0] * DRAFTS}, load)
 
 
-def test_what_has_stopped_is_tried_again():
+def test_stopped_guessing_is_tried_again():
     found, load = pace(1, 0.4)
     one = request()
     for _ in range(20):

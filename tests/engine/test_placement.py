@@ -75,7 +75,7 @@ def test_on_gpus_each_takes_its_own(gpus, monkeypatch, named, replicas, ranks, t
         assert os.environ[GPUS] == names
 
 
-def test_what_gpus_cannot_be_shared_is_refused(gpus, monkeypatch):
+def test_impossible_shares_of_gpus_are_refused(gpus, monkeypatch):
     assert of(1, 2, device="cpu").kv_cache_memory is not None
     with pytest.raises(BadConfig, match="takes 8 GPUs, but there are 4"):
         of(0, 4, tensor_parallel_size=2)

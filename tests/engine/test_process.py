@@ -205,7 +205,7 @@ def folder_with_unknown_type(at: Path) -> Path:
         ),
     ],
 )
-def test_what_cannot_start_says_why(tmp_path, make, options, error, message):
+def test_failed_starts_raise_the_engines_error(tmp_path, make, options, error, message):
     async def run():
         client = make_client(options, model=make(tmp_path))
         with pytest.raises(error, match=message):
@@ -256,7 +256,7 @@ def test_a_folder_that_holds_no_sockets_is_named(monkeypatch, tmp_path):
         (KeyError("x"), "EngineDead", 1, "the engine failed with KeyError: 'x'"),
     ],
 )
-def test_last_words(error, kind, code, text):
+def test_fatal_messages_of_exceptions(error, kind, code, text):
     fatal = fatal_of(error)
     assert (fatal.kind, fatal.exit_code) == (kind, code)
     assert text in fatal.reason and "\n" not in fatal.reason

@@ -53,7 +53,7 @@ def test_graphs_give_what_steps_without_give(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", RECURRENT)
-def test_near_the_cpu(case: str) -> None:
+def test_gpu_logits_are_near_the_cpus(case: str) -> None:
     host = run(engine(case, max_num_seqs=12), prompts_of(2), greedy(8))
     assert_near(run(made(case), prompts_of(2), greedy(8)), host)
 

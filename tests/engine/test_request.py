@@ -59,7 +59,7 @@ def test_rows_side_by_side_are_where_each_would_be_alone(counts, per_page):
         assert work.output_index.tolist() == number
 
 
-def test_steps_that_are_left(counts):
+def test_lockstep_counts_steps_left(counts):
     requests = [request_of(0, 10, max_output=7), request_of(1, 30, max_output=4)]
     for request in requests:
         counts.start(request, request.num_prompt)

@@ -105,7 +105,7 @@ def test_engines_give_what_one_gives(count: int) -> None:
     assert not engines[-1].tokens
 
 
-def test_what_engines_cannot_share_is_refused() -> None:
+def test_options_that_engines_cannot_share_are_refused() -> None:
     def launched(**options):
         given = EngineOptions(**OPTIONS | options)
         return placed(Launch("model", given, 1, None, 0, 2, "file"))

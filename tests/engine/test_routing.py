@@ -69,7 +69,7 @@ def test_equals_take_turns():
     assert router("shortest_queue").keys(prompt(9)) == []
 
 
-def test_what_is_remembered_is_bounded_and_forgotten_with_the_cache():
+def test_remembered_prefixes_are_bounded_and_forgotten_with_the_cache():
     one = router(pages=(3, 100))
     old, new = one.keys(prompt(2)), one.keys(prompt(2, first=50))
     one.note(0, old)

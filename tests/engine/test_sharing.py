@@ -42,14 +42,16 @@ def running(name: str, prompt: list[int], computed: int = 0) -> Request:
         ([1], [1, 2, 3, 4], 0, None),
     ],
 )
-def test_who_waits(prompt: list[int], other: list[int], computed: int, until: int | None):
+def test_requests_wait_for_a_longer_common_prefix(
+    prompt: list[int], other: list[int], computed: int, until: int | None
+):
     computing, waiting = Computing(PER_PAGE), request("w", prompt)
     computing.add(running("r", other, computed))
     assert computing.holds(waiting) == (until is not None)
     assert until is None or waiting.held_until == until
 
 
-def test_it_waits_until_that_is_computed_or_will_not_be():
+def test_requests_wait_until_the_prefix_is_computed_or_aborted():
     computing, waiting = Computing(PER_PAGE), request("w", [1, 2, 3, 4, 5])
     for ends in (False, True):
         other = running("r", [1, 2, 3, 4, 6])
@@ -65,7 +67,7 @@ def test_it_waits_until_that_is_computed_or_will_not_be():
         assert waiting.held_by is None
 
 
-def test_nothing_is_kept_of_what_has_gone():
+def test_removed_requests_leave_no_entries():
     computing, other = Computing(PER_PAGE), running("r", [1, 2, 3, 4])
     computing.add(other)
     computing.remove(other)

@@ -31,7 +31,7 @@ def test_steps_that_wait_come_as_one():
     assert delta == Delta("a", 0, text="0 1 2 3 4 ", token_ids=(0, 1, 2, 3, 4))
 
 
-def test_who_keeps_up_gets_every_step():
+def test_fast_consumers_get_one_delta_per_step():
     async def run():
         submission, got = Submission(None, "a", 1), []
 
@@ -86,7 +86,7 @@ def test_nothing_that_steps_report_is_lost():
 
 
 @pytest.mark.parametrize("reason", ["error", "abort"])
-def test_what_came_before_a_failure_is_given_first(reason):
+def test_deltas_before_a_failure_come_first(reason):
     submission = Submission(None, "a", 1)
     submission.take(step(1))
     submission.take(step(2))
@@ -96,7 +96,7 @@ def test_what_came_before_a_failure_is_given_first(reason):
     assert (failed.token_ids, failed.finish_reason, failed.error) == ((), reason, "no memory")
 
 
-def test_what_waits_is_dropped_when_it_is_taken_back():
+def test_cancelling_drops_pending_deltas():
     aborted = []
     submission = Submission(SimpleNamespace(abort=aborted.append), "a", 1)
     submission.take(step(1))

@@ -161,7 +161,7 @@ def failed_once(pair: tuple[Built, Built, Built], prompt: list[int], given, reas
     return done.request.cached
 
 
-def test_what_does_not_come_is_computed_here(
+def test_prompts_whose_records_are_missing_are_recomputed(
     pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, alone = pair
@@ -253,7 +253,7 @@ def test_aborts_leak_nothing(pair: tuple[Built, Built, Built], count: int) -> No
         ),
     ],
 )
-def test_the_two_may_have_other_numbers_of_ranks(family: str, ranks: tuple[int, int]) -> None:
+def test_peers_may_have_different_numbers_of_ranks(family: str, ranks: tuple[int, int]) -> None:
     folder, alone = FAMILIES[family], build(family, **options(family))
     given = options(family) | {"kv_host_memory": "4MiB"}
     sizes = dict(zip(("prefill", "decode"), ranks, strict=True))
@@ -379,7 +379,7 @@ def test_records_in_gpu_memory_are_read_in_place(
         settled(giver)
 
 
-def test_what_cannot_be_is_refused(
+def test_impossible_transfers_are_refused(
     pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, alone = pair

@@ -84,7 +84,7 @@ def test_random_schedules_with_few_window_pages(case, seed, budgets, spare, cach
 
 @shows("hils", "sliding window")
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_behind_the_window_is_given_back(case, device):
+def test_window_pages_before_the_window_are_freed(case, device):
     """Prefill and decode of a long context hold as few window pages as those of a short one."""
     built = engine(case, device=device, enable_prefix_caching=False)
     cache, size = built.core.cache, built.config.page_size

@@ -70,7 +70,7 @@ def test_chat_leaves_the_lead_out(served, api):
     assert api.bodies[-1]["messages"][0]["content"].endswith("the provided text?")
 
 
-def test_what_a_server_refuses_is_said(served, api):
+def test_errors_of_a_server_are_reported(served, api):
     api.status = dict.fromkeys(range(1, 99), 503)
     with pytest.raises(CairnError, match=r"/v1/completions answers 503: refused"):
         run(NeedlePlan(served, GRID, form="lines"))

@@ -77,6 +77,6 @@ def test_nats_of_the_last_tokens(llm, reported):
     "count, rows, error, said",
     [(5, 6, BadRequest, "6 rows of a prompt of 5"), (10**6, 1, TooLong, "max_model_len")],
 )
-def test_what_cannot_be(llm, count, rows, error, said):
+def test_impossible_sizes_are_refused(llm, count, rows, error, said):
     with pytest.raises(error, match=said):
         tail_logits(llm, [1] * count, rows)

@@ -51,7 +51,7 @@ def test_the_golden_logits():
     assert found["logprob_error_max"] < 2e-3
 
 
-def test_what_is_saved_is_read(tmp_path):
+def test_a_saved_reference_is_read_back(tmp_path):
     path = tmp_path / "new" / "x.safetensors"
     assert parity.save_reference(PLAN, path)["rows"] == 40
     found = parity.against_file(PLAN, path)

@@ -69,7 +69,7 @@ def test_the_share_found_counts():
     assert recall("nothing", question) == 0.0
 
 
-def test_eleven_of_the_thirteen():
+def test_eleven_of_rulers_thirteen_tasks():
     assert len(RULER_TASKS) == 11 and len(RETRIEVAL) == 8
 
 

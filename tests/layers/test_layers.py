@@ -63,7 +63,7 @@ def test_linear_with_what_stands_before_and_behind(bias):
         (skinny_gemm_panel.MOST + 1, False),
     ],
 )
-def test_what_is_added_to_is_normed_where_that_saves_a_pass(bias, tokens, at_once):
+def test_the_norm_is_fused_with_the_addition_where_that_saves_a_pass(bias, tokens, at_once):
     torch.manual_seed(2)
     layer, norm = (
         Linear(48, [Rows("w", 32)], bias, dtype=torch.float32),

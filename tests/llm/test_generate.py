@@ -78,7 +78,7 @@ def test_pythons_collector_leaves_alone_what_is_old_while_steps_run(token_llm, m
         gc.set_threshold(*before)
 
 
-def test_what_steps_leave_behind_needs_no_collector(token_llm):
+def test_steps_create_no_reference_cycles(token_llm):
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2, n=2)
     prompts = [{"prompt_token_ids": ids(3, 20)}] * 8
     token_llm.generate(prompts, params)

@@ -66,7 +66,7 @@ def test_answers_are_those_without_guesses(llm, guessing) -> None:
     ],
     ids=lambda adjusted: next(iter(adjusted)),
 )
-def test_what_depends_on_the_tokens_before_depends_on_guesses(llm, guessing, adjusted) -> None:
+def test_penalties_and_grammars_count_guesses(llm, guessing, adjusted) -> None:
     """Penalties count the guesses in front of a choice, and grammars follow them."""
     before = guessing.stats()
     params = SamplingParams(**{"temperature": 0, "max_tokens": 60, **adjusted})

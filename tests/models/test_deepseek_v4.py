@@ -129,6 +129,6 @@ def test_experts_in_either_format() -> None:
         ({"model_type": "deepseek_v41"}, "shared key sources"),
     ],
 )
-def test_what_is_refused(changes: dict[str, Any], match: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(BadModel, match=match):
         load_spec(FLASH | changes)

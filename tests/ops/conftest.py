@@ -50,3 +50,11 @@ def tuned() -> Iterator[Tuned]:
             stack.enter_context(table.replaced(**constants))
 
         yield replace
+
+
+@pytest.fixture
+def launches(device: str) -> None:
+    """Skips where kernels do not run: on the CPU they need Triton's interpreter, which a machine
+    with CUDA does not use."""
+    if device == "cpu" and not gpu.INTERPRETED:
+        pytest.skip("needs a GPU, or Triton's interpreter")

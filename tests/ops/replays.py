@@ -12,7 +12,6 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
 from cairn.ops.launch_cache.plans import Plans
-from cairn.ops.testing import Arguments
 
 
 def in_order(
@@ -56,17 +55,6 @@ def tensor_at(address: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype)
     memory = (ctypes.c_byte * dtype.itemsize).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
-
-
-def tensors_of(arguments: Arguments) -> list[Tensor]:
-    values = (*arguments.args, *arguments.kwargs.values())
-    return [value for value in values if isinstance(value, Tensor)]
-
-
-def as_tuple(result: Any) -> tuple[Tensor, ...]:
-    if result is None:
-        return ()
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 class Calls:

@@ -112,7 +112,7 @@ def test_another_device_is_refused(op: Op[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("op", CHECKED)
-def test_what_is_no_tensor_is_named(op: Op[..., Any]) -> None:
+def test_values_in_place_of_tensors_are_named(op: Op[..., Any]) -> None:
     for wrong, name in itertools.product((None, 0.5, "x", [torch.ones(2)]), cases_with(op)):
         optional = "None" in str(op.__signature__.parameters[name].annotation)
         if name not in SCRATCH and not (wrong is None and optional):
@@ -122,7 +122,7 @@ def test_what_is_no_tensor_is_named(op: Op[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("op", CHECKED)
-def test_what_is_no_number_is_named(op: Op[..., Any]) -> None:
+def test_values_in_place_of_numbers_are_named(op: Op[..., Any]) -> None:
     case = next(case for case in cases_of(op) if all(_sizes(case)))
     given = case.named(list(op.__signature__.parameters))
     numbers = [name for name, value in given.items() if not isinstance(value, Tensor)]
@@ -310,7 +310,7 @@ SHAPES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
 
 
 @pytest.mark.parametrize("call, args, kwargs, said", SHAPES)
-def test_what_does_not_fit_is_named(
+def test_wrong_arguments_are_named(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], said: str
 ) -> None:
     before = [arg.clone() for arg in args if isinstance(arg, Tensor)]
@@ -384,7 +384,7 @@ OTHERS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
 
 
 @pytest.mark.parametrize("call, args, kwargs, said", OTHERS)
-def test_what_is_of_another_kind_is_named(
+def test_arguments_of_another_type_are_named(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(BadArgument, match="argument `") as refused:

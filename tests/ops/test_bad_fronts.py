@@ -252,7 +252,7 @@ def refusal(front: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_is_of_another_kind_is_refused_by_name(name: str) -> None:
+def test_arguments_of_another_type_are_named(name: str) -> None:
     front, given = getattr(ops, name), CALLS[name]
     assert refusal(front, fresh(given)) is None
     for argument in given:

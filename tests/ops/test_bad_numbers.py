@@ -178,7 +178,7 @@ def test_nothing_is_written_where_new_keys_have_no_place() -> None:
         assert all(torch.equal(cache, f(6, 4, 2, 16)) for cache in caches)
 
 
-def test_what_nobody_reads_may_be_anything() -> None:
+def test_unused_values_may_be_out_of_range() -> None:
     cached(**NEW)
     ragged()
     uneven(words(1, 1, 2), words(2, 4, 9), seqused_q=words(0, 1), seqused_k=words(2, 3))
@@ -201,14 +201,14 @@ def test_what_nobody_reads_may_be_anything() -> None:
     assert bool(ragged(hidden, words(3, 6), window_size=(1, 0)).isfinite().all())
 
 
-def test_nor_how_many_there_are_where_a_trace_does_not_know() -> None:
+def test_values_of_unknown_number_are_not_checked_while_tracing() -> None:
     shapes = ShapeEnv()
     with FakeTensorMode(shape_env=shapes):
         numbers = torch.empty(shapes.create_unbacked_symint(), dtype=torch.int64)
         expect_within("op", "numbers", numbers, 3)
 
 
-def test_numbers_that_are_not_there_yet_are_not_looked_at() -> None:
+def test_values_are_not_checked_while_tracing() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert cached().shape == (2, 1, 4, 16)
         assert decode().shape == (2, 4, 16)

@@ -20,7 +20,7 @@ from cairn.ops.checks import expect
         ({"like": torch.ones(1, device="meta")}, "lies on cpu, other arguments on meta"),
     ],
 )
-def test_what_is_expected_is_said(options: dict[str, Any], problem: str) -> None:
+def test_messages_say_what_was_expected(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(BadArgument) as error:
         expect("toy", "x", torch.ones(2, 3), **options)
     assert str(error.value) == f"toy: argument `x` {problem}"

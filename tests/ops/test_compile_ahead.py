@@ -34,21 +34,23 @@ def doubled(x: Tensor, kernel: Any = doubling_kernel) -> Tensor:
     return out
 
 
-def test_work_is_gone_through_and_computes_nothing(device: str) -> None:
+def test_rehearsed_work_computes_nothing(device: str) -> None:
     x, made = torch.ones(8, device=device), []
     compile_ahead(lambda: made.append(doubled(x)), workers=2)
     assert made[0].tolist() == [0.0] * 8
     assert doubled(x).tolist() == [2.0] * 8
 
 
-def test_ops_too(device: str) -> None:
+def test_rehearsed_ops_compute_nothing(device: str) -> None:
     x, weight, made = torch.ones(4, 64, device=device), torch.ones(64, device=device), []
     compile_ahead(lambda: made.append(rmsnorm.using("triton")(x, weight, 1e-6)), workers=2)
     assert not made[0].any()
     torch.testing.assert_close(rmsnorm.using("triton")(x, weight, 0.0), x)
 
 
-def test_no_work_is_done_alone_or_under_anothers_eyes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_rehearsal_with_one_worker_or_under_launch_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     work = lambda: pytest.fail("has been called")  # noqa: E731
     compile_ahead(work, workers=1)
     with monkeypatch.context() as patch:
@@ -69,7 +71,7 @@ def test_an_error_of_the_work_is_raised_and_leaves_nothing_behind() -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_what_is_launched_later_has_been_compiled_by_other_threads(
+def test_later_launches_find_kernels_compiled_by_workers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -92,7 +94,7 @@ def test_what_is_launched_later_has_been_compiled_by_other_threads(
 
 @pytest.mark.gpu
 @needs_cuda
-def test_what_does_not_compile_says_so_when_it_is_launched() -> None:
+def test_compile_errors_are_raised_at_the_launch() -> None:
     x = torch.ones(16, device="cuda")
     compile_ahead(lambda: doubled(x, broken_kernel), workers=2)
     with pytest.raises(Exception, match="no such kernel"):

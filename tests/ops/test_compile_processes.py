@@ -45,7 +45,7 @@ def test_without_a_server_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     compilers.close()
 
 
-def test_what_is_no_compilation_is_left_alone() -> None:
+def test_other_functions_are_not_sent_to_compilers() -> None:
     assert Kernel.of(lambda: None) is None
 
 

@@ -147,7 +147,7 @@ for op, given in ((ops.rmsnorm, (x, weight)), (ops.silu_and_mul, (x,))):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=200, env=environment)
 
 
-def test_what_is_kept_follows_all_files_of_loops(tmp_path, monkeypatch) -> None:
+def test_cached_loops_depend_on_all_files_of_loops(tmp_path, monkeypatch) -> None:
     """Numba itself looks at the file of the function alone."""
     names = ("cpu/__init__.py", "cpu/avx512.py", "norm/loops.py", "attention/tile_loops.py")
     for name in names:

@@ -56,7 +56,7 @@ def test_a_section_says_what_the_op_is(made: dict[str, str]) -> None:
     assert "\n| reference | cpu, cuda | float32, bfloat16, float16 | all |\n" in section
 
 
-def test_a_front_names_what_it_runs(made: dict[str, str]) -> None:
+def test_pages_of_wrapper_functions_name_the_registered_op(made: dict[str, str]) -> None:
     section = made["sampling.md"].split("## top_p_sampling_from_probs\n")[1].split("\n## ")[0]
     assert "Runs `torch.ops.cairn.draw_from_probs`." in section
     assert "generator: torch.Generator | None = None" in section

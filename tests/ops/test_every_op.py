@@ -14,6 +14,7 @@ from cairn.ops.implementation import REFERENCE
 from cairn.ops.registry import Op, all_ops, force
 from cairn.ops.testing import Arguments, Make, cases_of, check, compare, run, runnable, tolerance_of
 from cairn.train import sequence
+from tests.ops.arguments import as_tuple, tensors_of
 from tests.ops.launches import as_if_pdl
 
 
@@ -25,11 +26,6 @@ def has_half(arguments: Arguments) -> bool:
     """The interpreter's products of half precision are wrong."""
     halves = (torch.bfloat16, torch.float16)
     return any(tensor.dtype in halves for tensor in tensors_of(arguments))
-
-
-def tensors_of(arguments: Arguments) -> list[Tensor]:
-    values = (*arguments.args, *arguments.kwargs.values())
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def size_of(arguments: Arguments) -> int:
@@ -67,12 +63,6 @@ def without_out(arguments: Arguments) -> Arguments:
 
 def poison_like(result: Tensor) -> Tensor:
     return Make(result.device.type).empty(*result.shape, dtype=result.dtype)
-
-
-def as_tuple(result: Any) -> tuple[Tensor, ...]:
-    if result is None:
-        return ()
-    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 @pytest.mark.parametrize("op, name", CHOICES)

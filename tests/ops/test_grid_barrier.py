@@ -45,7 +45,7 @@ def test_every_program_has_a_place_of_its_own(device):
 
 
 @needs_triton
-def test_what_was_stored_before_an_arrival_is_seen_after_it(device):
+def test_stores_before_an_arrival_are_visible_after_it(device):
     out = torch.zeros(301, dtype=torch.int32, device=device)
     counters = torch.zeros(1, dtype=torch.int32, device=device)
     chain_kernel[(300,)](counters, out)

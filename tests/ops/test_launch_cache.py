@@ -16,7 +16,8 @@ from cairn.ops.flash_attn.flash_attention import flash_attention
 from cairn.ops.launch_cache.plans import Plans
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of, compare
-from tests.ops.replays import Calls, Compiled, as_tuple, tensors_of
+from tests.ops.arguments import as_tuple, tensors_of
+from tests.ops.replays import Calls, Compiled
 
 CHOICES = [
     pytest.param(op, name, id=f"{op.name}-{name}")
@@ -82,7 +83,7 @@ def test_replays_give_what_a_plain_call_gives(op: Op[..., Any], name: str, as_on
 
 
 @pytest.mark.parametrize("op, name", INTERPRETED)
-def test_what_is_replayed_takes_memory_and_launches_and_does_no_more(
+def test_replayed_implementations_only_allocate_and_launch(
     op: Op[..., Any], name: str, as_on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction

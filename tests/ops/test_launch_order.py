@@ -83,7 +83,7 @@ def test_a_wrong_declaration_is_found(kernel: Any, read: str) -> None:
         launch_order.expect_declared(kernel)
 
 
-def test_effects() -> None:
+def test_effects_of_kernels() -> None:
     found = launch_order.effects_of(undeclared_kernel)
     assert (found.writes, found.waits, found.starts_next) == ({"out"}, True, "before")
     found = launch_order.effects_of(overstated_kernel)

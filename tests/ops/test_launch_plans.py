@@ -12,7 +12,7 @@ from cairn.ops.registry import force
 from tests.ops.replays import Calls, numbers, scaled_sum
 
 
-def test_what_never_comes_again_is_not_recorded(as_on_gpu: None) -> None:
+def test_signatures_that_do_not_recur_are_not_recorded(as_on_gpu: None) -> None:
     call = Calls(scaled_sum)
     made = call.plans._plans
 
@@ -59,7 +59,7 @@ def test_plans_are_forgotten_when_the_choice_changes() -> None:
         assert not any(one._plans for one in every)
 
 
-def test_who_hooks_launches_is_told_of_all(as_on_gpu: None) -> None:
+def test_launch_hooks_see_every_launch(as_on_gpu: None) -> None:
     hooks = pytest.importorskip("triton").knobs.runtime.launch_enter_hook
     call, x = Calls(scaled_sum), numbers(40)
     call(x, x, 2)

@@ -110,7 +110,7 @@ def test_tables_are_described_where_they_lie(as_on_gpu: None) -> None:
     assert call.plain == 1
 
 
-def test_what_does_more_than_launch_is_run_plainly(
+def test_calls_that_do_more_than_launch_are_not_replayed(
     as_on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = gelu_quick.implementations
@@ -134,7 +134,7 @@ def test_arguments_of_no_signature_reach_the_call(as_on_gpu: None) -> None:
     assert call.plain == 4
 
 
-def test_what_launches_nothing_is_run_plainly(as_on_gpu: None) -> None:
+def test_calls_without_launches_are_not_replayed(as_on_gpu: None) -> None:
     call, x = Calls(lambda x: x.add_(1)), numbers(4)
     for _ in range(3):
         before = x.clone()

@@ -468,7 +468,7 @@ def toy_clear(out: Tensor, lengths: Tensor) -> None:
     out[lengths == 0] = 0
 
 
-def test_what_stands_behind_out_reaches_the_registered_forms() -> None:
+def test_parameters_after_out_reach_the_registered_forms() -> None:
     made = op(toy_shifted)
     try:
         x = torch.ones(3)

@@ -13,6 +13,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of, compare, run, tolerance_of
+from tests.ops.arguments import tensors_of
 
 FAMILIES = (
     *("activation", "cache", "elementwise", "grammar", "memory", "norm", "quantization"),
@@ -22,11 +23,6 @@ FAMILIES = (
 their cases hold them."""
 OPS = [pytest.param(op, id=op.name) for op in all_ops() if op.family in FAMILIES]
 SPECIAL = (math.nan, math.inf, -math.inf)
-
-
-def tensors_of(arguments: Arguments) -> list[Tensor]:
-    values = (*arguments.args, *arguments.kwargs.values())
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def spoilt(op: Op[..., Any], device: str) -> Iterator[tuple[str, Arguments]]:

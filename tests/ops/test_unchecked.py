@@ -30,7 +30,7 @@ def picky():
     picky_for_the_test.unregister()
 
 
-def test_looks_are_left_out_within_and_taken_behind(picky):
+def test_checks_are_skipped_inside_the_block_and_run_after_it(picky):
     one = torch.ones(())
     with pytest.raises(BadArgument):
         picky(one)

@@ -34,7 +34,7 @@ def test_fields_are_those_of_arrays():
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("groups", [0, 1, 2])
-def test_what_is_sent_arrives_under_its_name(groups, device):
+def test_sent_arrays_become_the_fields_of_their_names(groups, device):
     given = arrays(5, 2, groups)
     fields = StepFields.sent(given, torch.device(device))
     for name in NAMES:
@@ -87,7 +87,7 @@ def test_a_step_is_padded_to_its_bucket(slots, bucket, groups, device):
     assert [set(part.tolist()) for part in fields.locations] == [{n} for n in spare]
 
 
-def test_what_a_graph_reads_stays_where_it_is():
+def test_buffers_have_fixed_addresses():
     buffers = StepBuffers(64, (9,), CPU)
     first = buffers.fields(32, 3)
     buffers.write(arrays(20, 1, 1), 32)

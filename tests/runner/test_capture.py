@@ -59,7 +59,7 @@ def test_all_graphs_are_captured_on_one_stream_that_waits_and_is_awaited(played)
     assert all(one.output.data_ptr() == output.data_ptr() for one in captured)
 
 
-def test_what_a_failed_rehearsal_queued_is_awaited(played):
+def test_work_of_a_failed_rehearsal_is_awaited(played):
     main, used = played
 
     def run(rehearsal):

@@ -94,7 +94,7 @@ def test_a_work_may_hold_nothing_but_guesses():
     assert drafts.run.tolist() == [0, 1, 1] and drafts.begin.tolist() == [0, 1]
 
 
-def test_what_choices_take_for_granted():
+def test_guesses_before_choices():
     works = [RowWork(0, 0, [9, 4, 5], True, drafts=2), RowWork(1, 0, [9], True)]
     at, guess = drafts_of(works, decoding=1).before([0, 1, 3, 4])
     assert list(zip(at.tolist(), guess.tolist(), strict=True)) == [(2, 4), (2, 5)]

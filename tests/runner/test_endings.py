@@ -39,7 +39,9 @@ ROWS = {
         (["own", "penalised"], 0, Ending.LOGITS, False),
     ],
 )
-def test_what_rows_ask_for(rows: list[str], number: int, ending: Ending, drawing: bool) -> None:
+def test_endings_by_sampling_parameters(
+    rows: list[str], number: int, ending: Ending, drawing: bool
+) -> None:
     runner = Runner.__new__(Runner)
     runner.sampler = Sampler(100, len(ROWS), torch.device("cpu"))
     for row, params in enumerate(ROWS.values()):

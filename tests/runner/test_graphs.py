@@ -101,7 +101,7 @@ def test_every_bucket_at_several_lengths(pair, bucket):
         ((-1, 5, None), Ending.LOGITS),
     ],
 )
-def test_what_graphs_report(pair, wanted, ending):
+def test_graphs_report_log_probabilities(pair, wanted, ending):
     """Rows that want as many alternatives as others, fewer, or none, some not to end at once; the
     largest logits, or draws among them."""
     with_graphs, eager = pair

@@ -257,7 +257,7 @@ def test_draws_and_reports_are_those_without_guesses():
     assert max(rows.made) > 12
 
 
-def test_what_queries_read_is_told_of_the_tokens_that_count():
+def test_selections_are_reported_for_accepted_tokens():
     rows = Rows([GREEDY, SamplingParams(temperature=0, selection=True)])
     rows.prefill([[3, 8], [5, 6, 7, 8]])
     truths = [following(tokens, 3) for tokens in rows.tokens]

@@ -75,7 +75,7 @@ def test_lines_of_a_step_say_the_same_of_some_of_its_rows(monkeypatch, most):
     assert all(equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_what_lines_hold():
+def test_columns_of_lines():
     values, tokens = lines(3), torch.tensor([1, 2, 3])
     one = lines_of(values, tokens)
     assert one.dtype == torch.int32 and one.shape == (3, 2 * (32 + 1) + 1)
@@ -87,7 +87,7 @@ def test_where_no_token_was_taken_something_is_reported():
     assert 3 <= len(entry.ids) <= 4
 
 
-def test_what_is_kept_of_one_does_not_keep_the_others(monkeypatch):
+def test_one_entry_does_not_keep_the_others_alive(monkeypatch):
     monkeypatch.setattr(types, "LISTED_BELOW", 2)
     entries = Reported.of(lines(5), torch.zeros(5, dtype=torch.int64), [2] * 5).entries()
     for entry in entries:

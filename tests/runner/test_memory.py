@@ -58,7 +58,7 @@ def test_a_prefill_step_is_full(rows, longest, slots, used, landmarks):
 
 
 @pytest.mark.parametrize(("rows", "slots", "used"), [(4, 640, 4), (8, 9, 5), (3, 1, 1), (1, 99, 1)])
-def test_or_spread_over_all_rows(rows, slots, used):
+def test_prefill_steps_spread_over_all_rows(rows, slots, used):
     where = shape(rows, 1000)
     plan = prefill_step(where, Steps(slots, 1000, graphs=False), spread=True)
     assert used <= len(plan.work) <= rows
@@ -132,7 +132,7 @@ def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, options, ran):
     assert seen == list(range(len(blocks)))
 
 
-def test_what_was_measured_is_noted(tmp_path, monkeypatch):
+def test_measurements_are_cached(tmp_path, monkeypatch):
     """The next engine measures nothing, but counts what will stay in use."""
     note, free = tmp_path / "note.json", [100, 110, 100, 93, 93, 80]
     subjects: list[object] = []
@@ -169,7 +169,7 @@ def test_a_note_is_of_its_subject_sources_and_device(tmp_path, monkeypatch):
 @gpu
 @needs_cuda
 @pytest.mark.parametrize("graphs", [True, False])
-def test_what_steps_take_is_what_was_planned(graphs):
+def test_steps_stay_within_the_planned_memory(graphs):
     """Nothing that runs later needs more than the plan has kept for it."""
     llm = LLM(
         str(GOLDENS / "qwen_gqa4_prior_lora_inrange"), device="cuda", max_num_seqs=24,

@@ -124,7 +124,7 @@ def lay_out(rows: Rows, first: int, count: int, decoding: int = 0) -> Layout:
     return rows.lay_out(StepPlan(0, (), (), grants, works, decode))
 
 
-def test_what_fits_no_graph_is_left_alone(no_gpu):
+def test_steps_that_fit_no_graph_run_eagerly(no_gpu):
     rows = rows_of(2)
     graphs = graphs_of(rows, Model(), backends=NoBackends(longest_in_graphs=24), most=40)
     assert graphs.buckets == (16, 32, 48)
@@ -187,7 +187,7 @@ class Onlooker(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_who_looks_at_ops_sees_them(no_gpu):
+def test_dispatch_modes_see_every_op(no_gpu):
     rows = rows_of(1)
     graphs = graphs_of(rows, Model())
     layout = lay_out(rows, 0, 20)

@@ -181,7 +181,7 @@ def test_window_layers_write_to_pages_of_their_own():
     assert len(shared.places) == 1
 
 
-def test_what_the_host_knows_of_rows():
+def test_runs_of_rows_known_on_the_host():
     rows = make_rows(16, True, num_rows=3)
     grants = tuple(PageGrant(r, 0, tuple(range(10 * r, 10 * r + 10))) for r in range(3))
     chunk = RowWork(2, 0, [1] * 60, sample=True)

@@ -92,7 +92,7 @@ def test_a_row_is_forgotten_when_it_is_opened_again():
         found.params(0)
 
 
-def test_what_is_known_of_rows_goes_when_one_is_opened_again():
+def test_opening_a_row_invalidates_cached_parameters():
     found, values, which = sampler(opened(3, temperature=0)), logits(), picks(work(3))
     assert chosen(found, values.clone(), which).tokens.tolist() == [int(values.argmax())]
     found.open(opened(3, temperature=0, logit_bias={7: 100.0}, logprobs=1))

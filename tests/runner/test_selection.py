@@ -61,5 +61,5 @@ def test_the_heaviest_pages_are_kept():
     assert sorted(found.weights, reverse=True) == list(found.weights)
 
 
-def test_nobody_watches():
+def test_no_watched_queries():
     assert selections([], 0) == []

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from cairn.config import default_model_path
+from cairn.engine.grammar import GrammarCompiler, Vocabulary
 from cairn.engine.tokenizer import Tokenizer
 from tests.server.fake_api import FakeApi
 from tests.server.running import running
@@ -63,6 +64,12 @@ def tool_model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tool_tokenizer(tool_model):
     return Tokenizer(tool_model)
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """A grammar compiler whose tokens are bytes; byte 0 ends the output."""
+    return GrammarCompiler(Vocabulary(tuple(bytes([i]) for i in range(256))))
 
 
 @pytest.fixture

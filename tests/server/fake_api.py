@@ -61,6 +61,10 @@ class FakeApi:
         )
         self.app = create_app(self.state)
 
+    def reply_with(self, text):
+        """The model's output of every later request is this text."""
+        self.client.answer = lambda *_: text.encode()
+
     @property
     def asked(self):
         """The engine's last request."""

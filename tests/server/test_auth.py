@@ -82,7 +82,7 @@ def test_open_paths(path):
 @pytest.mark.parametrize(
     "path", ["/", "/health/", "/ready/x", "//", "/metrics", "/page", "/HEALTH"]
 )
-def test_what_only_looks_like_an_open_path(path):
+def test_paths_that_resemble_open_ones_need_the_key(path):
     assert status(path) == 401
 
 

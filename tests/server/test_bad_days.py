@@ -297,7 +297,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_does_not_finish_in_time_is_cut(tmp_path):
+def test_streams_that_exceed_the_shutdown_timeout_are_cut(tmp_path):
     with running(tmp_path, "--shutdown-timeout", "1") as server:
 
         async def run():

@@ -24,10 +24,6 @@ def call(name="look", arguments='{"at": 1}'):
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
-def says(api, text):
-    api.client.answer = lambda *_: text.encode()
-
-
 def joined(events):
     """What a client that follows the stream ends up with, per choice."""
     choices = {}
@@ -87,7 +83,7 @@ def whole(answer):
     ],
 )
 def test_stream_equals_answer(tool_api, text, fields):
-    says(tool_api, text)
+    tool_api.reply_with(text)
     answer = tool_api.chat(**fields)
     usage = {"stream_options": {"include_usage": True}}
     *events, last = tool_api.events(PATH, chat_body(**fields, **usage))
@@ -109,7 +105,7 @@ def test_no_usage_unless_asked(api):
 
 
 def test_tool_calls_without_markup(tool_api):
-    says(tool_api, f"I look. {call()}\n{call('hear', '{}')}")
+    tool_api.reply_with(f"I look. {call()}\n{call('hear', '{}')}")
     choice = tool_api.chat(tools=[TOOL, OTHER])["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "I look."
@@ -123,7 +119,7 @@ def test_tool_calls_without_markup(tool_api):
 
 
 def test_streamed_call_names_come_with_id_and_type(tool_api):
-    says(tool_api, call())
+    tool_api.reply_with(call())
     events = tool_api.events(PATH, chat_body(tools=[TOOL]))
     pieces = [p for e in events for p in e["choices"][0]["delta"].get("tool_calls", ())]
     assert pieces[0]["id"].startswith("call_") and pieces[0]["type"] == "function"
@@ -132,12 +128,12 @@ def test_streamed_call_names_come_with_id_and_type(tool_api):
 
 
 def test_content_is_null_beside_calls_alone(tool_api):
-    says(tool_api, call())
+    tool_api.reply_with(call())
     assert tool_api.chat(tools=[TOOL])["choices"][0]["message"]["content"] is None
 
 
 def test_call_of_an_unknown_function_is_text(tool_api):
-    says(tool_api, call("jump"))
+    tool_api.reply_with(call("jump"))
     message = tool_api.chat(tools=[TOOL])["choices"][0]["message"]
     assert message["content"] == call("jump") and "tool_calls" not in message
 
@@ -151,7 +147,7 @@ def test_strict_is_not_shown_to_the_model(tool_api):
 
 
 def test_call_cut_by_length_is_text(tool_api):
-    says(tool_api, call())
+    tool_api.reply_with(call())
     choice = tool_api.chat(tools=[TOOL], max_tokens=20)["choices"][0]
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"] == call()[:20]
@@ -161,7 +157,7 @@ def test_call_cut_by_length_is_text(tool_api):
 @pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": False}])
 def test_a_call_that_was_asked_for_and_cut(tool_api, choice, fields):
     text = '<tool_call>\n{"name": "look", "arguments": {"at": 12}}\n</tool_call>'
-    says(tool_api, text)
+    tool_api.reply_with(text)
     for size in range(1, len(text)):
         cut = tool_api.chat(tools=[TOOL], tool_choice=choice, max_tokens=size, **fields)
         (got,) = cut["choices"]
@@ -177,7 +173,7 @@ def test_a_call_that_was_asked_for_and_cut(tool_api, choice, fields):
 
 def test_a_second_call_that_was_cut(tool_api):
     text = f"{call()}\n{call(arguments='{}')}"
-    says(tool_api, text)
+    tool_api.reply_with(text)
     body = chat_body(tools=[TOOL], tool_choice="required", max_tokens=len(text) - 13)
     streamed = joined(tool_api.events(PATH, body))[0]
     assert [made["arguments"] for made in streamed["calls"].values()] == ['{"at": 1}', "{}"]
@@ -187,7 +183,7 @@ def test_a_second_call_that_was_cut(tool_api):
 
 
 def test_one_call_ends_the_answer(tool_api):
-    says(tool_api, call() + call("look", '{"at": 2}') + "x" * 500)
+    tool_api.reply_with(call() + call("look", '{"at": 2}') + "x" * 500)
     answer = tool_api.chat(tools=[TOOL], parallel_tool_calls=False)
     assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
     assert answer["usage"]["completion_tokens"] == len(call())
@@ -195,7 +191,7 @@ def test_one_call_ends_the_answer(tool_api):
 
 
 def test_tool_choice_none_shows_no_tools(tool_api):
-    says(tool_api, call())
+    tool_api.reply_with(call())
     message = tool_api.chat(tools=[TOOL], tool_choice="none")["choices"][0]["message"]
     assert message["content"] == call() and "tool_calls" not in message
     assert b"look" not in bytes(tool_api.asked.prompt)
@@ -228,10 +224,10 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const"
 @pytest.mark.parametrize("choice", [None, "auto"])
 def test_tools_beside_a_response_format(tool_api, form, choice):
     given = {"tools": [TOOL, OTHER], "response_format": form, "tool_choice": choice}
-    says(tool_api, call())
+    tool_api.reply_with(call())
     message = tool_api.chat(**given)["choices"][0]["message"]
     assert [made["function"]["name"] for made in message["tool_calls"]] == ["look"]
-    says(tool_api, '{"x": 1}')
+    tool_api.reply_with('{"x": 1}')
     assert tool_api.chat(**given)["choices"][0]["message"]["content"] == '{"x": 1}'
     text = tool_api.asked.params.grammar.text
     assert '\\"look\\"' in text and '\\"hear\\"' in text
@@ -291,7 +287,7 @@ def test_wrong_schema_of_a_tool_that_is_not_held_to_it(tool_api):
 
 def test_a_strict_tool_holds_calls_to_its_schema(tool_api):
     strict = {"type": "function", "function": TOOL["function"] | {"strict": True}}
-    says(tool_api, call())
+    tool_api.reply_with(call())
     for fields in ({}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}):
         answer = tool_api.chat(tools=[strict], **fields)
         assert answer["choices"][0]["finish_reason"] == "tool_calls"
@@ -341,7 +337,7 @@ def test_refused(tool_api, fields, param, text):
 
 
 def test_tools_without_a_template(api):
-    says(api, call())
+    api.reply_with(call())
     choice = api.chat(tools=[TOOL])["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     made = choice["message"]["tool_calls"]
@@ -447,7 +443,7 @@ def test_malformed_arguments_in_a_history(tool_api, arguments):
         {"reasoning_effort": "none"},
     ],
 )
-def test_what_asks_for_nothing_is_taken(api, fields):
+def test_fields_that_request_nothing_are_accepted(api, fields):
     api.chat(seed=1)
     plain = api.asked
     api.chat(seed=1, **fields)

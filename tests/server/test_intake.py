@@ -57,7 +57,7 @@ def test_a_byte_order_mark_is_skipped(api, encoding, text):
         (b"\x1f\x8b\x08\x00", "Content-Encoding: gzip"),
     ],
 )
-def test_what_is_no_text_is_told_where(api, body, words):
+def test_errors_of_invalid_utf_8_name_the_position(api, body, words):
     answer = api.request("POST", PATH, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]

@@ -22,10 +22,6 @@ def body(*messages, **fields):
     return {"messages": list(messages) or [USER], "max_tokens": 200, **fields}
 
 
-def says(api, text):
-    api.client.answer = lambda *_: text.encode()
-
-
 def prompt_of(api, given, path=PATH):
     api.answer(path, given)
     return bytes(api.asked.prompt).decode()
@@ -44,7 +40,7 @@ def events(api, given):
 
 
 def test_a_message(tool_api):
-    says(tool_api, "Hello you")
+    tool_api.reply_with("Hello you")
     answer = tool_api.answer(PATH, body(system="Be brief.", temperature=0, top_k=3))
     assert answer["type"] == "message" and answer["role"] == "assistant"
     assert answer["id"].startswith("msg-") and answer["model"] == "tiny"
@@ -61,19 +57,19 @@ def test_a_message(tool_api):
 
 
 def test_the_limit_is_a_reason(tool_api):
-    says(tool_api, "Hello you")
+    tool_api.reply_with("Hello you")
     assert tool_api.answer(PATH, body(max_tokens=3))["stop_reason"] == "max_tokens"
 
 
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": {"type": "any"}}])
 def test_a_call_and_its_result(tool_api, fields):
-    says(tool_api, CALL)
+    tool_api.reply_with(CALL)
     answer = tool_api.answer(PATH, body(tools=[TOOL], **fields))
     (block,) = answer["content"]
     assert block["type"] == "tool_use" and block["name"] == "look" and block["input"] == {"at": 1}
     assert answer["stop_reason"] == "tool_use"
     assert (tool_api.asked.params.grammar is not None) == bool(fields)
-    says(tool_api, "done")
+    tool_api.reply_with("done")
     result = {"type": "tool_result", "tool_use_id": block["id"], "content": "seen"}
     last = {"role": "user", "content": [result, {"type": "text", "text": "So?"}]}
     told = {"role": "assistant", "content": answer["content"]}
@@ -83,8 +79,8 @@ def test_a_call_and_its_result(tool_api, fields):
     assert f"<|tool|>seen{block['id']}\n<|user|>So?\n" in text
 
 
-def test_choices(tool_api):
-    says(tool_api, CALL + CALL)
+def test_tool_choices(tool_api):
+    tool_api.reply_with(CALL + CALL)
     named = {"type": "tool", "name": "look", "disable_parallel_tool_use": True}
     answer = tool_api.answer(PATH, body(tools=[TOOL], tool_choice=named))
     assert len(answer["content"]) == 1
@@ -93,7 +89,7 @@ def test_choices(tool_api):
 
 
 def test_a_stream(tool_api):
-    says(tool_api, f"Well. {CALL}")
+    tool_api.reply_with(f"Well. {CALL}")
     found = events(tool_api, body(tools=[TOOL]))
     names = [name for name, _ in found]
     assert names[0] == "message_start" and names[-2:] == ["message_delta", "message_stop"]
@@ -130,7 +126,7 @@ def test_the_assistants_last_words_are_continued(tool_api):
     assert text.endswith("<|assistant|>Well")
 
 
-def test_what_has_no_effect_is_taken(tool_api):
+def test_fields_without_effect_are_accepted(tool_api):
     plain = prompt_of(tool_api, body())
     cached = {"cache_control": {"type": "ephemeral"}}
     blocks = [{"type": "text", "text": "hi", **cached}]
@@ -202,7 +198,7 @@ def test_a_stop_sequence_is_told():
 
 def test_thoughts_are_a_block_of_their_own(tool_api):
     tool_api.state.options = ServerOptions(reasoning_parser="think")
-    says(tool_api, f"<think>Hm.</think>Yes. {CALL}")
+    tool_api.reply_with(f"<think>Hm.</think>Yes. {CALL}")
     answer = tool_api.answer(PATH, body(tools=[TOOL]))
     assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use"]
     assert answer["content"][0] == {"type": "thinking", "thinking": "Hm.", "signature": ""}
@@ -221,6 +217,6 @@ def test_thinking_may_be_disabled(tool_api):
 
 
 def test_arguments_that_are_no_json_do_not_vanish(tool_api):
-    says(tool_api, '<tool_call>{"name": "look", "arguments": {"at": one}}</tool_call>')
+    tool_api.reply_with('<tool_call>{"name": "look", "arguments": {"at": one}}</tool_call>')
     (use,) = tool_api.answer(PATH, body(tools=[TOOL]))["content"]
     assert use["input"] == {"arguments": '{"at": one}'}

@@ -80,7 +80,7 @@ def test_refusals_carry_a_request_id_and_the_usual_shape():
 @pytest.mark.parametrize(
     ("change", "word"), [({"loaded": False}, "loading"), ({"draining": True}, "shutting down")]
 )
-def test_closed_doors(change, word):
+def test_a_closed_server_answers_503(change, word):
     state, app = server()
     for name, value in change.items():
         setattr(state, name, value)

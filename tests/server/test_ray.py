@@ -69,7 +69,7 @@ def test_a_plan_is_read():
         ('model = "m"\n[prefill.engine]\ndevice = "tpu"', "device is 'tpu'"),
     ],
 )
-def test_what_is_no_plan_is_refused(text, message):
+def test_invalid_plans_are_refused(text, message):
     with pytest.raises((BadConfig, BadRequest), match=message):
         plan_of(text)
 

@@ -14,7 +14,7 @@ from cairn.server.thoughts import THINK, choose_thought
 from cairn.types import Grammar
 from tests.server.conftest import model_with_template
 from tests.server.fake_api import FakeApi, chat_body
-from tests.server.test_chat import PATH, TOOL, call, says
+from tests.server.test_chat import PATH, TOOL, call
 
 END = 257
 OPEN = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<tool_call></think>"
@@ -75,7 +75,7 @@ def test_the_template_shows_whether_a_model_thinks():
 def test_thoughts_and_calls(tokenizers):
     for name, text in (("closed", "<think>Hm.</think>\n\nSo: "), ("open", "Hm.\n</think>So: ")):
         api = FakeApi(tokenizers[name])
-        says(api, text + call())
+        api.reply_with(text + call())
         message = api.chat(tools=[TOOL])["choices"][0]["message"]
         assert message["reasoning_content"] == "Hm." and message["content"] == "So:"
         assert message["tool_calls"][0]["function"]["arguments"] == '{"at": 1}'
@@ -89,25 +89,25 @@ def test_thoughts_and_calls(tokenizers):
         assert any("tool_calls" in delta for delta in deltas)
 
 
-def test_switches(thinks):
-    says(thinks, "Hm.</think>Yes.")
+def test_reasoning_switches(thinks):
+    thinks.reply_with("Hm.</think>Yes.")
     message = thinks.chat(separate_reasoning=False)["choices"][0]["message"]
     assert message["content"] == "Hm.</think>Yes." and "reasoning_content" not in message
     message = thinks.chat(include_reasoning=False)["choices"][0]["message"]
     assert message["content"] == "Yes." and "reasoning_content" not in message
     off = FakeApi(thinks.state.tokenizer, reasoning_parser="none")
-    says(off, "Hm.</think>Yes.")
+    off.reply_with("Hm.</think>Yes.")
     assert off.chat()["choices"][0]["message"]["content"] == "Hm.</think>Yes."
 
 
 def test_a_call_in_a_thought_is_none(thinks):
-    says(thinks, f"{call()}</think>No.")
+    thinks.reply_with(f"{call()}</think>No.")
     message = thinks.chat(tools=[TOOL])["choices"][0]["message"]
     assert message["reasoning_content"] == call() and "tool_calls" not in message
 
 
 def test_a_model_without_thoughts_has_no_field(api):
-    says(api, "<think>Hm.</think>")
+    api.reply_with("<think>Hm.</think>")
     message = api.chat()["choices"][0]["message"]
     assert message["content"] == "<think>Hm.</think>" and "reasoning_content" not in message
 
@@ -150,12 +150,12 @@ def test_a_grammar_that_cannot_be_moved():
 
 
 def test_formats_wait_for_the_thought(thinks):
-    says(thinks, 'Hm.</think>{"a": 1}')
+    thinks.reply_with('Hm.</think>{"a": 1}')
     form = {"type": "json_object"}
     message = thinks.chat(response_format=form)["choices"][0]["message"]
     assert json.loads(message["content"]) == {"a": 1} and message["reasoning_content"] == "Hm."
     assert "</think>" in thinks.asked.params.grammar.text
-    says(thinks, "7")
+    thinks.reply_with("7")
     message = thinks.chat(ebnf='root ::= "7"')["choices"][0]["message"]
     assert message["content"] == "7" and "reasoning_content" not in message
 

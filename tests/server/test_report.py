@@ -42,7 +42,7 @@ def test_a_start_in_lines(lines):
     assert lines[-1] == "ready after 5.0 s: http://127.0.0.1:8000"
 
 
-def test_what_the_model_recommends_is_told(lines):
+def test_recommended_sampling_is_reported(lines):
     Report(lines.append).loaded(info(), {"temperature": 0.6, "top_k": 20})
     assert "  sampling defaults: temperature=0.6, top_k=20 (generation_config.json)" in lines
 

@@ -15,10 +15,6 @@ PATH = "/v1/responses"
 IMAGE = {"type": "input_image", "image_url": "x"}
 
 
-def says(api, text):
-    api.client.answer = lambda *_: text.encode()
-
-
 def client_of(api):
     transport = httpx.ASGITransport(api.app, raise_app_exceptions=False)
     http = httpx.AsyncClient(transport=transport)
@@ -49,7 +45,7 @@ def prompt(api):
 
 
 def test_a_text(tool_api):
-    says(tool_api, "Hello you")
+    tool_api.reply_with("Hello you")
     answer = create(tool_api, instructions="Be brief.", temperature=0, max_output_tokens=50)
     assert answer.output_text == "Hello you" and answer.status == "completed"
     assert answer.usage.output_tokens == 9
@@ -60,18 +56,18 @@ def test_a_text(tool_api):
 
 
 def test_the_limit_leaves_it_incomplete(tool_api):
-    says(tool_api, "Hello you")
+    tool_api.reply_with("Hello you")
     answer = create(tool_api, max_output_tokens=3)
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
 
 
 def test_a_call_and_its_output(tool_api):
-    says(tool_api, f"Well. {CALL}")
+    tool_api.reply_with(f"Well. {CALL}")
     answer = create(tool_api, tools=[TOOL], parallel_tool_calls=False)
     text, call = answer.output
     assert text.content[0].text.strip() == "Well."
     assert (call.type, call.name, call.arguments) == ("function_call", "look", '{"at": 1}')
-    says(tool_api, "done")
+    tool_api.reply_with("done")
     given = [
         {"role": "user", "content": "hi"},
         *[item.model_dump() for item in answer.output],
@@ -87,7 +83,7 @@ def test_a_call_and_its_output(tool_api):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
 def test_a_call_that_is_asked_for(tool_api, choice):
-    says(tool_api, CALL)
+    tool_api.reply_with(CALL)
     answer = create(tool_api, tools=[TOOL | {"strict": True}], tool_choice=choice)
     assert [item.type for item in answer.output] == ["function_call"]
     assert tool_api.asked.params.grammar.kind == "ebnf"
@@ -111,7 +107,7 @@ def test_text_formats(tool_api, form, schema):
 
 
 def test_a_stream(tool_api):
-    says(tool_api, f"Well. {CALL}{CALL}")
+    tool_api.reply_with(f"Well. {CALL}{CALL}")
     events, final = streamed(tool_api, tools=[TOOL])
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"]
@@ -126,7 +122,7 @@ def test_a_stream(tool_api):
 
 
 def test_a_stream_cut_by_its_limit(tool_api):
-    says(tool_api, "Hello you")
+    tool_api.reply_with("Hello you")
     events, _ = streamed(tool_api, max_output_tokens=3)
     assert events[-1].type == "response.incomplete"
     assert events[-1].response.output[0].content[0].text == "Hel"
@@ -155,7 +151,7 @@ def test_refused(tool_api, given, words):
     assert words in tool_api.error(PATH, given)["message"]
 
 
-def test_what_has_no_effect_is_taken(tool_api):
+def test_fields_without_effect_are_accepted(tool_api):
     create(tool_api)
     plain = prompt(tool_api)
     create(
@@ -172,7 +168,7 @@ def test_what_has_no_effect_is_taken(tool_api):
 
 def test_thoughts_are_an_item_of_their_own(tool_api):
     tool_api.state.options = ServerOptions(reasoning_parser="think")
-    says(tool_api, f"<think>Hm.</think>Yes. {CALL}")
+    tool_api.reply_with(f"<think>Hm.</think>Yes. {CALL}")
     answer = create(tool_api, tools=[TOOL])
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
     assert answer.output[0].content[0].text == "Hm." and answer.output_text == "Yes."

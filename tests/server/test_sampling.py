@@ -28,7 +28,7 @@ def test_defaults_are_those_of_the_engine():
     assert params('{"temperature": null, "n": null, "stop": null}') == SamplingParams(max_tokens=7)
 
 
-def test_what_a_request_leaves_out_is_the_models_recommendation():
+def test_missing_fields_are_the_models_recommendation():
     defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
     output = Output(max_tokens=7)
     got = sampling_params(fields(), output, OPTIONS, defaults)
@@ -56,7 +56,7 @@ def test_fields_arrive():
         ('{"min_tokens": 8}', {}, "min_tokens", "7"),
     ],
 )
-def test_limits(text, output, param, limit):
+def test_limits_of_sampling_fields(text, output, param, limit):
     with pytest.raises(BadRequest, match=limit) as caught:
         params(text, **output)
     assert caught.value.param == param

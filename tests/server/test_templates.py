@@ -98,7 +98,7 @@ def test_a_conversation_is_rendered(renderer: TemplateRenderer) -> None:
 
 
 @pytest.mark.parametrize("content", ["\udc00", 10**60, [float("inf")], {"a": {"b": None}}])
-def test_whatever_json_can_say_gets_there(renderer: TemplateRenderer, content: Any) -> None:
+def test_any_json_value_reaches_the_template(renderer: TemplateRenderer, content: Any) -> None:
     assert rendered(renderer, "{{ messages[0].content }}", content) == str(content)
 
 

@@ -31,7 +31,7 @@ def test_a_text_longer_than_the_model_is_counted(api):
     assert api.answer("/tokenize", {"prompt": "x" * 100_000})["count"] == 100_000
 
 
-def test_there_and_back(api):
+def test_tokenize_and_detokenize(api):
     text = "Grüße 🐘\n"
     tokens = api.answer("/tokenize", {"prompt": text})["tokens"]
     assert api.answer("/detokenize", {"tokens": tokens}) == {"prompt": text}
@@ -63,7 +63,7 @@ def test_without_tokenizer(path, body):
     assert "tokenizer" in FakeApi(None).error(path, body)["message"]
 
 
-def test_what_a_remote_tokenizer_asks(api, tool_api):
+def test_tokenizer_info(api, tool_api):
     info = api.request("GET", "/tokenizer_info").json()
     assert info["model_max_length"] == 4096 and info["chat_template"] is None
     assert {info[name] for name in ("bos_token", "eos_token", "pad_token", "unk_token")} == {None}

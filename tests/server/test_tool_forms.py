@@ -127,7 +127,7 @@ def test_text_around_calls_stays(name: str) -> None:
 @pytest.mark.parametrize(
     "text", ["An answer, 1 < 2 [x].", "<too", "[TOOL", "[", "", "[1, 2]", "<tool_call>x", "f(a=1)"]
 )
-def test_what_is_no_call_is_text(name: str, text: str) -> None:
+def test_malformed_calls_are_text(name: str, text: str) -> None:
     assert "".join(map(str, read(name, [text]))) == text
     assert "".join(map(str, read(name, list(text)))) == text
 
@@ -265,11 +265,6 @@ def test_names_of_other_engines() -> None:
         "qwen3_coder",
     }
     assert len(NAMES) == sum(1 + len(form.aliases) for form in ALL)
-
-
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(Vocabulary(tuple(bytes([i]) for i in range(256))))
 
 
 OFFERED = [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.engine.grammar import GrammarCompiler, Vocabulary, unpack
+from cairn.engine.grammar import GrammarCompiler, unpack
 from cairn.errors import BadRequest
 from cairn.server.tool_grammars import tool_grammar
 from cairn.server.tools import (
@@ -198,7 +198,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
-def test_what_is_found_at_every_split(name: str, text: str, expected: Told) -> None:
+def test_calls_are_found_at_every_split(name: str, text: str, expected: Told) -> None:
     assert read(name, [text]) == expected
     assert read(name, list(text)) == expected
     for i in range(len(text) + 1):
@@ -387,11 +387,6 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 END = 0
-
-
-@pytest.fixture(scope="module")
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(Vocabulary(tuple(bytes([i]) for i in range(256))))
 
 
 def takes(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:

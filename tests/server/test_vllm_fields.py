@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cairn.engine.grammar import GrammarCompiler, Vocabulary
 from tests.server.fake_api import chat_body
 from tests.server.fake_client import WORDS
 from tests.server.test_chat import PATH
 from tests.server.test_tools import takes
 
 COMPLETE = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    return GrammarCompiler(Vocabulary(tuple(bytes([i]) for i in range(256))))
 
 
 @pytest.mark.parametrize(
@@ -33,7 +27,7 @@ def compiler():
         ({"bad_words": ["b.d", "worse/"]}, "", "so\nworse/ than"),
     ],
 )
-def test_what_the_output_looks_like(api, compiler, fields, good, bad):
+def test_guided_output_fields_become_grammars(api, compiler, fields, good, bad):
     api.chat(**fields)
     grammar = api.asked.params.grammar
     assert takes(compiler, grammar, good) and not takes(compiler, grammar, bad)

@@ -122,6 +122,6 @@ def test_bfloat16_is_near(tmp_path: Path) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_is_not_trained_here_is_refused(changes: dict[str, object]) -> None:
+def test_models_that_cannot_be_trained_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(BadConfig, match="not trained here"):
         small(embedded(), **changes)

@@ -79,7 +79,7 @@ def test_every_step_has_a_stage():
         ({"rates": {"warm": 3}}, "Did you mean 'warmup'?"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(change, told):
+def test_errors_in_a_recipe_file_are_named(change, told):
     text = json.dumps({**json.loads(embedded().as_json()), **change})
     with pytest.raises(BadConfig, match=told.replace("?", r"\?")):
         from_json(text)

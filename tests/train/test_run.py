@@ -78,7 +78,7 @@ def test_a_model_is_not_overwritten(go, recipe, tmp_path):
         go(recipe)
 
 
-def test_it_learns(go, recipe):
+def test_training_reduces_the_loss(go, recipe):
     stage = Stage(1.0, 128, 8, (2,), 0.5)
     longer = replace(recipe, steps=40, stages=(stage,), log_steps=20, checkpoint_steps=40)
     _, lines = go(replace(longer, rates=Rates(warmup=5)))
@@ -119,7 +119,7 @@ def test_the_dense_twin_runs(go):
         ({"rates": Rates(matrices=1e30, warmup=1)}, "not a number at step"),
     ],
 )
-def test_what_cannot_be_trained_is_said(go, recipe, change, told):
+def test_impossible_training_options_are_refused(go, recipe, change, told):
     with pytest.raises(BadConfig, match=told):
         go(replace(recipe, **change))
 

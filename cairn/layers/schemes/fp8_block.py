@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 SCALE_DTYPES = ("F32", "BF16", "F8_E8M0", "U8")
 
 
-SCALE_NAME = "weight_scale_inv"
-
-
 class Fp8BlockScheme(Scheme):
     """e4m3 values with a scale for every block of (rows, columns).
 

@@ -1,6 +1,6 @@
 """Activations of feed-forward layers.
 
-What FlashInfer has of this in its module `activation` is in `cairn.ops.activation` too.
+They are importable from `cairn.ops.activation` too, as from FlashInfer's module `activation`.
 """
 
 from cairn.ops.activation.gelu_and_mul import gelu_and_mul

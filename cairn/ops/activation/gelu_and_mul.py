@@ -24,7 +24,7 @@ def gelu_and_mul(
 
     Args:
         input: [..., 2d] float32, bfloat16 or float16; rows may be strided.
-        out: [..., d] of input's dtype, written and returned when given.
+        out: [..., d] of input's dtype, written and returned if given.
         enable_pdl: ignored.
         expert_ids: [n] int32 or int64; row r is left as it is in `out` (0 without `out`) where
             expert_ids[r // expert_step] is -1. None: every row is written.

@@ -15,7 +15,7 @@ def gelu_quick(input: Tensor, out: Tensor | None = None) -> Tensor:
 
     Args:
         input: [..., d] float32, bfloat16 or float16; rows may be strided.
-        out: [..., d] of input's dtype, written and returned when given; may be `input`.
+        out: [..., d] of input's dtype, written and returned if given; may be `input`.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

@@ -19,7 +19,7 @@ BLOCK, WARPS = 1024, 4
 PLAIN_BLOCK, PLAIN_WARPS = 2048, 4
 """The same of one without a gate."""
 PDL_BLOCK, PDL_WARPS = 256, 4
-"""The same of any that is launched before the kernel in front is done."""
+"""The same when launched with PDL."""
 
 
 def in_rows(call: Call) -> bool:
@@ -78,7 +78,7 @@ def check(
 
 
 def register(op: Op[..., Tensor], kind: str, gates: int = 2) -> None:
-    """Register the check and the kernel of an activation; kind: as of `activated`."""
+    """Register the check and the kernel of an activation; kind: as in `activated`."""
 
     @op.check
     def _(call: Call) -> None:

@@ -52,7 +52,7 @@ def has_amx(call: Call) -> bool:
 
 
 def attend_amx(call: Call, window: int, aligned: bool, dtype: torch.dtype) -> State:
-    """Blocks of consecutive tokens by AMX; results as of `attend_few`."""
+    """Blocks of consecutive tokens by AMX; results as in `attend_few`."""
     o, lse = _results(call, dtype)
     tile_loops.attend_blocks(
         cpu.as_array(call.q.contiguous().view(torch.float32)),
@@ -140,7 +140,7 @@ def attend_tiles(
     batches: Batches,
     definition: Callable[[Call], State],
 ) -> State:
-    """Tiles of consecutive tokens, and all other tokens by the definition; results as of
+    """Tiles of consecutive tokens, and all other tokens by the definition; results as in
     `attend_few`.
 
     Args:

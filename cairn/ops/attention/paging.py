@@ -62,7 +62,7 @@ def attend(
         q: [n, h_q, d].
         k, v: [n, h_kv, L, d]; v is overwritten where hidden.
         hidden: [n, L] bool: masked keys, which may hold arbitrary values.
-        scale: of the dot products; None: d ** -0.5.
+        scale: softmax scale; None: d ** -0.5.
     Returns:
         (o [n, h_q, d], lse [n, h_q]) float32; with every key hidden o = 0 and lse = -inf.
     """

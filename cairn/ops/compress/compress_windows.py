@@ -59,7 +59,7 @@ def compress_windows(
         norm: [d] float32, bfloat16 or float16.
         eps: added to the mean square.
         cos_sin: [T, n] float32, angles of the first token of the window that ends with the token.
-        dtype: of the result; None: float32.
+        dtype: dtype of the result; None: float32.
     Returns:
         [T, d]; 0 for tokens that are not the last of a window.
     Raises:

@@ -35,7 +35,7 @@ def norm_rope_tail(
         weight: [D] of the norm, x's dtype or float32; None: 1.
         eps: added to the mean square; None: no norm.
         inverse: rotated by minus the angles.
-        dtype: of the result; None: x's.
+        dtype: dtype of the result; None: x's.
     Returns:
         [T, H, D], contiguous.
     Raises:

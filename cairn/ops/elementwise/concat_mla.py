@@ -99,7 +99,7 @@ def concat_mla_absorb_q(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tens
     Args:
         a: [..., d1] float32, bfloat16 or float16, may be strided.
         b: [..., d2], a's dtype and leading shape.
-        out: [..., d1 + d2] of a's dtype, written and returned when given.
+        out: [..., d1 + d2] of a's dtype, written and returned if given.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

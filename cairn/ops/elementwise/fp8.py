@@ -1,4 +1,4 @@
-"""Casts to float8: scaled, clamped to the largest number, rounded once."""
+"""Casts to float8: scaled, clamped to the largest value, rounded once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = (E4M3, E5M2)
 BLOCK, WARPS = 2048, 8
 """Elements and warps per program."""
 PDL_BLOCK, PDL_WARPS = 1024, 4
-"""The same where it is launched before the kernel in front is done."""
+"""The same when launched with PDL."""
 
 
 def to_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -35,12 +35,12 @@ def fp8_quantize(
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
     enable_pdl: bool | None = None,
 ) -> Tensor:
-    """x * scale_inv as float8: the product in float32, clamped to the largest number, rounded once.
+    """x * scale_inv as float8: the product in float32, clamped to the largest value, rounded once.
 
     Args:
         x: [..., d] float32, bfloat16 or float16, may be strided.
         scale_inv: one over the scale that the result is to be multiplied by.
-        out: x's shape, of fp8_dtype, written and returned when given.
+        out: x's shape, of fp8_dtype, written and returned if given.
         fp8_dtype: float8_e4m3fn or float8_e5m2.
         enable_pdl: ignored.
     Raises:
@@ -115,7 +115,7 @@ def downcast_fp8(
         loc: [T] int32 or int64; a negative one is not written.
         mult, offset: from a location to a row.
     Raises:
-        BadArgument: for another shape, dtype or device, and on the CPU for a row that is not there.
+        BadArgument: for another shape, dtype or device, and on the CPU for a row out of range.
     """
     slots = torch.where(loc < 0, -1, loc.long() * mult + offset)
     for x, out, scale in ((k, k_out, k_scale), (v, v_out, v_scale)):

@@ -34,7 +34,7 @@ def hadamard_transform_blocks(x: Tensor, order: int, scale: float = 1.0) -> Tens
     Args:
         x: [..., d] float32, bfloat16 or float16, d > 0.
         order: c.
-        scale: of the result; (c * n)^-0.5 makes it a rotation.
+        scale: the result is multiplied by it; (c * n)^-0.5 makes it a rotation.
     Raises:
         BadArgument: for another shape, dtype or order.
     """
@@ -62,7 +62,7 @@ def hadamard_transform_12n(x: Tensor, scale: float = 1.0) -> Tensor:
 
     Args:
         x: [..., d] float32, bfloat16 or float16, d > 0.
-        scale: of the result.
+        scale: the result is multiplied by it.
     Raises:
         BadArgument: for another shape or dtype.
     """

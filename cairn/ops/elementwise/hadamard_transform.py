@@ -29,7 +29,7 @@ def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
 
     Args:
         x: [..., d] float32, bfloat16 or float16, d > 0; rows may be strided.
-        scale: of the result; n^-0.5 makes it a rotation.
+        scale: the result is multiplied by it; n^-0.5 makes it a rotation.
     Raises:
         BadArgument: for another shape or dtype.
     """

@@ -52,8 +52,8 @@ def mla_kv_pack_quantize_fp8(
     v_out: Tensor | None = None,
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    """[k_nope | k_pe] * k_scale_inv and v * v_scale_inv as float8: products in float32, cut off at
-    the largest number, rounded once.
+    """[k_nope | k_pe] * k_scale_inv and v * v_scale_inv as float8: products in float32, clamped to
+    the largest value, rounded once.
 
     Args:
         k_nope: [T, H, dn] float32, bfloat16 or float16; tokens and heads may be strided.

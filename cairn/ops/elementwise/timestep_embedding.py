@@ -35,7 +35,7 @@ def timestep_embedding(
         downscale_freq_shift: less than h.
         scale: of the angles.
         max_period: more than 0.
-        dtype: of the result: float32, bfloat16 or float16.
+        dtype: dtype of the result: float32, bfloat16 or float16.
     Returns:
         [n, dim].
     Raises:

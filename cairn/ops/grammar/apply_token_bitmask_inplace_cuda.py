@@ -20,7 +20,7 @@ BITS = 32
 BLOCK, WARPS, ALIGNED = 1024, 8, 32
 """Tokens and warps of a program, which begins at a line of memory."""
 PDL_BLOCK, PDL_WARPS = 512, 4
-"""Tokens and warps where it is launched before the kernel in front is done."""
+"""Tokens and warps when launched with PDL."""
 
 
 @op(mutates=("logits",))

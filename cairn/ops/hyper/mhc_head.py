@@ -19,14 +19,14 @@ NAME = "mhc_head"
 def mhc_head(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, norm_eps: float, eps: float
 ) -> Tensor:
-    """Sum over i of (sigmoid(scale y_i + base_i) + eps) * stream i, with y as of `mhc_pre`.
+    """Sum over i of (sigmoid(scale y_i + base_i) + eps) * stream i, with y as in `mhc_pre`.
 
     Args:
         streams: [T, n, h] float32, bfloat16 or float16.
         fn: [n, n * h] float32.
         scale: [1] float32.
         base: [n] float32.
-        norm_eps, eps: as of `mhc_pre`.
+        norm_eps, eps: as in `mhc_pre`.
     Returns:
         [T, h] of the streams' dtype.
     Raises:

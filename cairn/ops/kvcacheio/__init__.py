@@ -1,6 +1,6 @@
 """Pages of keys and values on their way between devices, hosts and layouts.
 
-What sgl-kernel has in its module `kvcacheio` is in `cairn.ops.kvcacheio` too.
+The functions of sgl-kernel's module `kvcacheio` are importable from `cairn.ops.kvcacheio` too.
 """
 
 from cairn.ops.kvcacheio.all_layer import (

@@ -1,7 +1,7 @@
 """Transfers of all layers at once, by a kernel, with tables of the layers' addresses.
 
 torch.compile breaks the graph at each of these; CUDA graphs capture them. block_quota and
-num_warps_per_block are of no effect.
+num_warps_per_block are ignored.
 """
 
 from __future__ import annotations

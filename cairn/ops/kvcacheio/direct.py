@@ -27,7 +27,7 @@ def transfer_kv_direct(
     Args:
         src_layers, dst_layers: buffers [slots, ...], as many on both sides, of the same rows.
         src_indices, dst_indices: [T] int64 slots, on any device.
-        page_size: slots of a page; of no effect, the runs are found.
+        page_size: slots of a page; ignored, the runs are found.
     Raises:
         BadArgument: for lists, shapes, dtypes or indices that do not fit.
     """

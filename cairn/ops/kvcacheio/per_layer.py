@@ -1,4 +1,4 @@
-"""Transfers of one layer, by a kernel. block_quota and num_warps_per_block are of no effect."""
+"""Transfers of one layer, by a kernel. block_quota and num_warps_per_block are ignored."""
 
 from __future__ import annotations
 

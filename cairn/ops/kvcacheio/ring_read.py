@@ -23,7 +23,7 @@ def ring_read(target: Tensor, ring: Tensor, count: Tensor) -> None:
     the call that took it is over.
 
     Args:
-        target: [L, W] int64, the elements of a line side by side.
+        target: [L, W] int64, with contiguous lines.
         ring: [N, L, W] int64, likewise, N > 0, on the target's device or pinned.
         count: [1] int64, entries taken so far.
     Raises:

@@ -27,7 +27,7 @@ def set_kv_buffer_kernel(
         k_cache, v_cache: [slots, ...] any dtype, changed.
         loc: [T] int32 or int64; a negative one is not written, one that comes twice is undefined.
         k, v: [T, ...] of their cache's dtype and row shape, rows of any stride.
-        fallback: of no effect; other libraries choose their kernel by it.
+        fallback: ignored; other libraries choose their kernel by it.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

@@ -1,6 +1,6 @@
 """Normalisation of rows.
 
-What FlashInfer has of this in its module `norm` is in `cairn.ops.norm` too.
+They are importable from `cairn.ops.norm` too, as from FlashInfer's module `norm`.
 """
 
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm

@@ -1,4 +1,4 @@
-"""Cases that norms of one signature share."""
+"""Test cases shared by norms with the same signature."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def gemma_rmsnorm(
         input: [..., H] float32, bfloat16 or float16; rows may be strided.
         weight: [H], input's dtype or float32.
         eps: added to the mean square.
-        out: [..., H] of input's dtype, written and returned when given; may be `input`.
+        out: [..., H] of input's dtype, written and returned if given; may be `input`.
         enable_pdl: ignored.
     Raises:
         BadArgument: for another shape, dtype or device.

@@ -19,7 +19,8 @@ PROGRAM = 2048
 
 
 def check_rows(op: str, input: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
-    """Raise BadArgument unless input [..., H], weight [H] and out fit."""
+    """Raise BadArgument unless input [..., H], weight [H] and out have consistent shapes, dtypes
+    and devices."""
     check_input(op, input)
     check_weight(op, "weight", weight, input)
     if out is not None:
@@ -46,7 +47,7 @@ def check_sum(op: str, input: Tensor, residual: Tensor, weight: Tensor) -> None:
 
 
 def rows_of(x: Tensor) -> Tensor | None:
-    """x [..., H] as [rows, H] in the same memory, the elements of a row side by side; or None."""
+    """x [..., H] as [rows, H] in the same memory, the stride of H being 1; or None."""
     if x.stride(-1) != 1 or x.shape[-1] > LONGEST:
         return None
     if x.dim() == 2:
@@ -58,7 +59,7 @@ def rows_of(x: Tensor) -> Tensor | None:
 
 
 def in_rows(call: Call) -> bool:
-    """Rows with their elements side by side, short enough for one program."""
+    """Rows with contiguous elements, short enough for one program."""
     return call.input.stride(-1) == 1 and call.input.shape[-1] <= LONGEST
 
 
@@ -194,7 +195,7 @@ def divide_by_lengths(
 
 
 def heads_of(x: Tensor) -> Tensor:
-    """x [..., H] as [tokens, heads, H], the elements of a row side by side."""
+    """x [..., H] as [tokens, heads, H], the stride of H being 1."""
     if x.dim() != 3:
         x = x.reshape(-1, 1, x.shape[-1])
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -12,7 +12,7 @@ from cairn.ops.norm.launch import both_in_rows, check_sum, rows_of
 from cairn.ops.registry import op
 
 PDL_ROWS = 16
-"""At most this many rows are launched before the kernel in front is done."""
+"""At most this many rows are launched with PDL."""
 
 
 @op(mutates=("residual",))

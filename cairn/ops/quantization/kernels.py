@@ -8,7 +8,7 @@ from cairn.ops.pdl import await_previous
 
 @triton.jit
 def fp8_by_integers(x, E4M3: tl.constexpr):
-    """float32 as the byte of float8 e4m3 or e5m2, in int32: clamped to the largest number, to the
+    """float32 as the byte of float8 e4m3 or e5m2, in int32: clamped to the largest value, to the
     nearest, ties to even; NaN stays. For devices without the conversion."""
     DROPPED: tl.constexpr = 20 if E4M3 else 21
     LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000

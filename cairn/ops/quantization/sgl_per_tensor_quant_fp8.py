@@ -17,8 +17,7 @@ from cairn.ops.registry import op
 BLOCK, STATIC_BLOCK, WARPS = 4096, 2048, 8
 """Elements per program, the same where the scale is given, and warps."""
 PDL_BLOCK, PDL_WARPS = 256, 4
-"""Numbers and warps where the scale is given, of a program that is launched before the kernel in
-front is done."""
+"""Numbers and warps where the scale is given, of a program that is launched with PDL."""
 RULE = launch.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", inverse=True)
 
 

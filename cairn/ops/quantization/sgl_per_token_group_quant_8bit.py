@@ -47,12 +47,12 @@ def sgl_per_token_group_quant_8bit(
         eps: least magnitude of a group.
         fp8_min, fp8_max: range of the codes; None: of output_q's dtype. As keywords they may be
             called int8_min and int8_max.
-        scale_ue8m0: s is the least power of two that is not below it.
+        scale_ue8m0: s is rounded up to a power of two.
         fuse_silu_and_mul: see input.
         masked_m: [E] int32: of input [E, T, ...] only the first masked_m[e] rows are written.
-        enable_v2: of no effect.
+        enable_v2: ignored.
     Raises:
-        BadArgument: for a shape, dtype, layout or device that does not fit.
+        BadArgument: for another shape, dtype, layout or device.
     """
     x = input
     if fuse_silu_and_mul:

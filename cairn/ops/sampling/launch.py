@@ -80,7 +80,7 @@ class Source:
 
     @property
     def pdl(self) -> bool:
-        """Whether kernels are launched before the one in front is done."""
+        """Whether kernels are launched with PDL."""
         return self.values.shape[0] <= TUNING.pdl_rows and gpu.supports_pdl(self.values.device)
 
     @property

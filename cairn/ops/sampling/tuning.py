@@ -52,7 +52,7 @@ class SamplingTuning(Tuning):
     keep_warps: int = 4
     """Elements and warps of a program that stores what a row keeps."""
     pdl_rows: int = 256
-    """At most this many rows launch each kernel before the one in front is done."""
+    """At most this many rows launch each kernel with PDL."""
 
 
 TUNING = SamplingTuning()

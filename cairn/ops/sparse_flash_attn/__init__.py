@@ -1,6 +1,7 @@
 """Attention over blocks and single columns of keys.
 
-What sgl-kernel has in its module `sparse_flash_attn` is in `cairn.ops.sparse_flash_attn` too.
+The functions of sgl-kernel's module `sparse_flash_attn` are importable from
+`cairn.ops.sparse_flash_attn` too.
 """
 
 from cairn.ops.sparse_flash_attn.convert_vertical_slash_indexes import (

@@ -54,7 +54,7 @@ def convert_vertical_slash_indexes(
         block_count [B, H, R], block_offset [B, H, R, NS] (first keys of blocks, ascending),
         column_count [B, H, R], column_index [B, H, R, NV], int32; zero where nothing is listed.
     Raises:
-        BadArgument: for a shape, dtype, layout or device that does not fit.
+        BadArgument: for another shape, dtype, layout or device.
     """
     return vertical_slash.convert(
         Lines(
@@ -94,7 +94,7 @@ def convert_vertical_slash_indexes_mergehead(
     Returns:
         As there.
     Raises:
-        BadArgument: for a shape, dtype, layout or device that does not fit.
+        BadArgument: for another shape, dtype, layout or device.
     """
     return vertical_slash.convert(
         Lines(

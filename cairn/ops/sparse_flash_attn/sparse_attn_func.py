@@ -52,7 +52,7 @@ def sparse_attn_func(
         causal: query i sees no key behind i + Sk - Sq.
         softcap: 0: none.
         alibi_slopes: None.
-        deterministic: no effect; results always are.
+        deterministic: ignored; results always are.
         return_attn_probs: no effect, as there is no dropout.
         return_softmax_lse: return the scores' log-sum-exp too.
         out: like q, written and returned.
@@ -140,7 +140,7 @@ class Call(NamedTuple):
     longest: int | None = None
 
     def check(self) -> None:
-        """Raise BadArgument unless all shapes, dtypes, devices and strides fit."""
+        """Raise BadArgument unless shapes, dtypes, devices and strides are consistent."""
         name, q, k = self.name, self.q, self.k
         lead: tuple[int | None, ...] = (None,)
         if self.cu_seqlens_q is None:

@@ -1,6 +1,6 @@
 """Speculative decoding: trees of drafted tokens, built, verified and packed.
 
-What sgl-kernel has in its module `speculative` is in `cairn.ops.speculative` too.
+The functions of sgl-kernel's module `speculative` are importable from `cairn.ops.speculative` too.
 """
 
 from cairn.ops.speculative.build_tree_kernel_efficient import build_tree_kernel_efficient

@@ -69,7 +69,7 @@ def build_tree_kernel_efficient(
         draft_token_num: n.
         tree_mask_mode: 0, 1 or 2.
     Raises:
-        BadArgument: shapes, dtypes or devices that do not fit, a mode that does not exist.
+        BadArgument: for another shape, dtype or device, a mode that does not exist.
     """
     nodes = draft_token_num
     parent = _parents(parent_list, selected_index, topk)

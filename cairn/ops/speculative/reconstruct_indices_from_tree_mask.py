@@ -48,7 +48,7 @@ def reconstruct_indices_from_tree_mask(
         retrive_next_sibling: [B, n] int64, written: the next j > i with the same parent.
         batch_size, draft_token_num: B and n.
     Raises:
-        BadArgument: shapes, dtypes or devices that do not fit.
+        BadArgument: for another shape, dtype or device.
     """
     nodes = draft_token_num
     above = tree_mask.bool().view(batch_size, nodes, nodes).tril(-1)

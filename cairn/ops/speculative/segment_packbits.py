@@ -31,8 +31,8 @@ def segment_packbits(
         y: uint8, flat, written.
         batch_size: segments.
     Raises:
-        BadArgument: shapes, dtypes or devices that do not fit; on the CPU segments that do not lie
-            in x, or whose bytes do not lie in y.
+        BadArgument: for another shape, dtype or device; on the CPU segments that do not lie in x,
+            or whose bytes do not lie in y.
     """
     begin = input_indptr[: batch_size + 1].long()
     place = torch.arange(x.numel(), device=x.device)

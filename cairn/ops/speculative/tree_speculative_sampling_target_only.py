@@ -72,10 +72,10 @@ def tree_speculative_sampling_target_only(
             target's.
         threshold_single, threshold_acc: 1: exact. Less accepts more. threshold_acc is 1e-9 at
             least.
-        deterministic: no effect; the same arguments always give the same tokens.
+        deterministic: ignored; the same arguments always give the same tokens.
     Raises:
-        BadArgument: shapes, dtypes or devices that do not fit; on the CPU links to no node, and
-            candidates of no token.
+        BadArgument: for another shape, dtype or device; on the CPU for links or candidates out of
+            range.
     """
     led = expect_links(NAME, retrive_index, retrive_next_token, retrive_next_sibling)
     # The token of node 0 is not used.

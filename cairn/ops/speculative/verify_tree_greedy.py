@@ -45,7 +45,7 @@ def verify_tree_greedy(
         retrive_index, retrive_next_token, retrive_next_sibling: [B, n] int64, the trees.
         target_predict: [B, n] int64 or int32, what the target predicts behind every node.
     Raises:
-        BadArgument: shapes, dtypes or devices that do not fit; on the CPU links to no node.
+        BadArgument: for another shape, dtype or device; on the CPU for links out of range.
     """
     tree = (retrive_index, retrive_next_token, retrive_next_sibling)
     expect_links("verify_tree_greedy", *tree)

@@ -137,7 +137,7 @@ def gptq_marlin_gemm(
 
     Args:
         a: [M, K] float32, bfloat16 or float16.
-        c: [M, N] of a's dtype, written and returned when given.
+        c: [M, N] of a's dtype, written and returned if given.
         b_q_weight: [K / 16, N * bits / 2] int32.
         b_scales: [G, N] of a's dtype or float8_e4m3fn, permuted along N.
         global_scale: one float, or None.
@@ -200,7 +200,7 @@ def moe_wna16_marlin_gemm(
 
     Args:
         a: [M, K] float32, bfloat16 or float16.
-        c_or_none: [M * top_k, N] of a's dtype, written and returned when given.
+        c_or_none: [M * top_k, N] of a's dtype, written and returned if given.
         b_q_weight, b_scales, global_scale_or_none, b_zeros_or_none, g_idx_or_none, perm_or_none: as
             in `gptq_marlin_gemm`, with the expert as first axis.
         b_bias_or_none: [E, N] of a's dtype, or None.

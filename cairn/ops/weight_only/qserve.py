@@ -71,7 +71,7 @@ def qserve_w4a8_per_group_gemm(
             8 j + i. A zero is - zero point * scale.
         wscales: [N] float16.
         ascales: [M] float16.
-        out: [M, N] float16, written and returned when given; also called `out_feats`.
+        out: [M, N] float16, written and returned if given; also called `out_feats`.
     Returns:
         [M, N] float16.
     Raises:

@@ -54,7 +54,7 @@ def test_exact_gelu_keeps_its_digits_far_below_zero(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quick(dtype: torch.dtype) -> None:
+def test_gelu_quick_against_the_formula(dtype: torch.dtype) -> None:
     x = (3 * torch.randn(5, 63)).to(dtype)
     expected = [[v / (1 + math.exp(-1.702 * v)) for v in row] for row in x.tolist()]
     assert_rows(gelu_quick(x), expected, dtype)

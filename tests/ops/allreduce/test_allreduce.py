@@ -27,7 +27,7 @@ def test_the_sum_is_float32_in_the_order_of_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("profile, most", [(1, 127), (2, 31), (3, 7)])
-def test_what_quick_reduce_sends(profile: int, most: int) -> None:
+def test_quick_reduce_rounds_blocks_to_integers(profile: int, most: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, 25)
     sent = rounded(x, profile)

@@ -222,7 +222,7 @@ def test_kernels_tell_that_a_row_is_no_number(implementation, count):
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("implementation", ["triton_splits", "triton_tiles"])
-def test_what_a_row_holds_stays_in_it(implementation):
+def test_nan_values_of_one_row_do_not_reach_others(implementation):
     """Tokens of several rows lie in one tile; a value of the first and of the last is no number."""
     paged = Make("cpu").paged((12, 20, 9), 2, 8, 16)
     row, slot, _ = paged.queries((4, 4, 4))

@@ -91,7 +91,7 @@ def test_workspace_can_be_allocated() -> None:
         cutlass_mla_get_workspace_size(1, -1)
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_wrong_arguments_are_named() -> None:
     q_nope, q_pe, cache, lengths, table = drawn(torch.float32, 16)
     for given, named in (
         ((q_nope[0], q_pe, cache, lengths, table), "q_nope"),

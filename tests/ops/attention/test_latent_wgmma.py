@@ -69,7 +69,7 @@ def test_a_row_is_the_same_alone_where_splits_are(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_groups
-def test_numbers_that_are_none_stay_where_they_are() -> None:
+def test_nan_of_one_sequence_does_not_reach_others() -> None:
     given = drawn([300, 300, 300])
     q, _, cache, _, table, *_ = given.args
     wanted = by_groups(given)
@@ -143,7 +143,7 @@ def test_a_head_is_the_same_whatever_the_others_see() -> None:
 
 
 @needs_groups
-def test_what_does_not_fit_is_left_to_the_others() -> None:
+def test_unsupported_calls_go_to_other_implementations() -> None:
     q, pe, cache, lengths, table, *rest = drawn([300]).args
     accepts = cutlass_mla_decode.accepts
     assert accepts("gluon", q, pe, cache, lengths, table, *rest)

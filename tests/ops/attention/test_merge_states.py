@@ -83,7 +83,7 @@ def test_an_infinite_part_is_not_read(name: str) -> None:
     assert v.tolist() == [[[0.0] * 3]] and s.item() == -torch.inf
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_wrong_arguments_are_named() -> None:
     v, s = torch.zeros(4, 2, 8), torch.zeros(4, 2)
     for given, named in (
         ((v, s, v[:3], s), "v_b"),

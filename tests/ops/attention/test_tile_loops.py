@@ -77,7 +77,7 @@ def test_scales_that_turn_the_order_are_left_to_others(scale: float) -> None:
     check(window_attention, chosen, given)
 
 
-def test_what_torch_multiplies_stays_right() -> None:
+def test_torchs_products_stay_right_after_amx_loops() -> None:
     """Its library keeps shapes of tiles in a thread, and loads them only when they change."""
     make = Make(seed=4)
     arguments = step(make, 4, 64, 64, 100, (True, True))

@@ -85,7 +85,7 @@ def test_a_block_holds_the_slots_it_names(layout: str, anywhere: None) -> None:
         *("lines not aligned", "an address not aligned", "nothing", "short pages of wide lines"),
     ],
 )
-def test_what_is_no_table_is_left_to_others(tokens: Tensor, anywhere: None) -> None:
+def test_tensors_without_a_tma_table(tokens: Tensor, anywhere: None) -> None:
     good = torch.zeros(3, 8, 2, 16)
     for pair in ((tokens, good), (good, tokens)):
         assert tma.lines_of(*pair, 8, 1.0) == (tma.NO_LINES, tma.NO_LINES)

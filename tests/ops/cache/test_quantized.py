@@ -45,7 +45,7 @@ def test_the_scale_is_the_least_that_holds_the_largest():
         assert int(quantized.quantize(torch.tensor([[0.1, -largest]]))[1]) == exponent
 
 
-def test_nothing_and_what_is_no_number():
+def test_zeros_nan_and_infinities():
     assert torch.equal(worth(torch.zeros(2, 8)), torch.zeros(2, 8))
     assert torch.equal(worth(torch.full((1, 8), 1e-45)), torch.zeros(1, 8))
     for bad in (math.nan, math.inf, -math.inf):

@@ -33,7 +33,7 @@ def test_queries() -> None:
     assert torch.equal(out, got)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     k, nope, rope = torch.empty(5, 3, 12), torch.empty(5, 3, 8), torch.empty(5, 1, 4)
     with pytest.raises(BadArgument, match=r"`k_rope` has shape \[5, 2, 4\]"):
         concat_mla_k(k, nope, rope.expand(-1, 2, -1))

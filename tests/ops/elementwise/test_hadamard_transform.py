@@ -49,7 +49,7 @@ def test_kernel_on_infinity(width: int) -> None:
     torch.testing.assert_close(op.using("triton")(x), expected, rtol=1e-5, atol=2e-5)
 
 
-def test_twice_is_the_size() -> None:
+def test_applied_twice_it_multiplies_by_the_size() -> None:
     x = torch.randn(5, 256)
     twice = hadamard_transform(hadamard_transform(x, 1 / 16), 1 / 16)
     torch.testing.assert_close(twice, x, rtol=1e-5, atol=1e-5)

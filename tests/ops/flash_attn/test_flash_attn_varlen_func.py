@@ -106,7 +106,7 @@ def test_no_sequence_at_all(device: str) -> None:
     assert out.shape == (0, 4, 24) and lse.shape == (4, 0)
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_wrong_arguments_are_named() -> None:
     q, k, v = drawn()
     good = {"q": q, "k": k, "v": v, "cu_seqlens_q": ends(QUERIES), "cu_seqlens_k": ends(KEYS)}
     for change, named in (

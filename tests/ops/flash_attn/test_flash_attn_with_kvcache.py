@@ -178,7 +178,7 @@ def test_leftpad_hides_the_front(kind: str, page: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("page", [0, 6])
-def test_lines_of_the_cache_by_number(page: int, device: str) -> None:
+def test_cache_rows_by_batch_index(page: int, device: str) -> None:
     problem = Problem(6, page=page)
     order = torch.tensor([2, 3, 0, 0], dtype=torch.int32)
     lengths = problem.lengths[order.long()]
@@ -427,7 +427,7 @@ def test_eight_bits_turn_in_float32_and_are_cut_off(
     assert float(k[..., :10].float().nan_to_num().abs().max()) == most
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_wrong_arguments_are_named() -> None:
     problem = Problem(15, page=6)
     q, k, v, lengths, table = problem.q, problem.k, problem.v, problem.lengths, problem.table
     good = {"q": q, "k_cache": k, "v_cache": v, "cache_seqlens": lengths, "page_table": table}

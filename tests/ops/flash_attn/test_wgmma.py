@@ -70,7 +70,7 @@ def test_many_keys_are_the_same_every_time() -> None:
         assert torch.equal(again.args[4], first.args[4])
 
 
-def test_numbers_that_are_none_stay_where_they_are() -> None:
+def test_nan_of_one_sequence_does_not_reach_others() -> None:
     torch.manual_seed(0)
     shape = {"queries": (300, 200), "keys": (300, 400), "heads": (2, 1), "widths": (64, 64)}
     given = drawn(Make("cuda"), torch.bfloat16, **shape, page=-1, right=0)
@@ -100,7 +100,7 @@ def test_numbers_that_are_none_stay_where_they_are() -> None:
         {"dtype": torch.float32},
     ],
 )
-def test_what_does_not_fit_is_left_to_the_others(options: dict[str, Any]) -> None:
+def test_unsupported_calls_go_to_other_implementations(options: dict[str, Any]) -> None:
     shape = {"queries": (200,), "keys": (300,), "heads": (2, 1), "widths": (64, 64), "page": 64}
     shape |= options
     given = drawn(Make("cuda"), shape.pop("dtype", torch.bfloat16), **shape)

@@ -112,7 +112,7 @@ def test_lines_of_a_prompt_have_logarithms_to_base_2(device: str) -> None:
     assert not out[1].any() and bool((lse[1] == -math.inf).all() and (most[1] == -math.inf).all())
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     q, cache = torch.zeros(2, 1, 3, WIDTH), torch.zeros(PAGES, SIZE, 1, WIDTH)
     table, lengths = torch.zeros(2, 3, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     cells = torch.zeros(2, 1, 4, dtype=torch.int32)

@@ -66,7 +66,7 @@ def test_a_single_row_needs_no_batch() -> None:
     assert logits.isfinite().nonzero().flatten().tolist() == [7, 33]
 
 
-def test_what_the_words_do_not_reach_is_left_alone() -> None:
+def test_logits_beyond_the_mask_are_not_changed() -> None:
     logits = torch.randn(1, 40)
     before = logits.clone()
     apply_token_bitmask_inplace_cuda(logits, words([[]], 1))

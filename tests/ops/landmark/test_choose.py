@@ -70,7 +70,7 @@ def test_the_best_lie_side_by_side() -> None:
     check(torch.stack([score[0], -score[1]]), [PAGES, PAGES - 3])
 
 
-def test_all_are_equal_or_out_of_the_question() -> None:
+def test_equal_and_infinite_scores() -> None:
     score = torch.zeros(3, PAGES)
     score[1] = -math.inf
     score[2, 300:] = math.inf

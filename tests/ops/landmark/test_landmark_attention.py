@@ -169,7 +169,7 @@ def test_one_launch_leaves_its_counters_clear(
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 @pytest.mark.parametrize("tokens, pdl, reading", [(8, True, True), (9, True, False), (65, 0, 0)])
-def test_what_fills_the_device_is_not_launched_early(tokens, pdl, reading, monkeypatch, tuned):
+def test_launches_that_fill_the_device_use_no_pdl(tokens, pdl, reading, monkeypatch, tuned):
     kernels = ("scan_kernel", "pick_kernel", "read_kernel", "step_kernel")
     scan, pick, read, step = on_hopper(monkeypatch, fused_launch, *kernels)
     (merge,) = on_hopper(monkeypatch, launch, "merge_kernel")
@@ -266,7 +266,7 @@ def test_one_program_has_room_for_what_it_holds():
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
-def test_what_kernels_do_not_take_is_not_taken_where_all_is_selected():
+def test_short_rows_of_unsupported_layouts_go_to_other_implementations():
     make = Make("cpu", seed=1)
     paged = make.paged((24,), 2, 8, 16)
     row, slot, _ = paged.queries((20,))

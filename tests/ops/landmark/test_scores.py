@@ -128,7 +128,7 @@ def test_large_blocks_and_one_run_like_another(only_groups: None) -> None:
 
 @pytest.mark.gpu
 @needs_groups
-def test_numbers_that_are_none_stay_where_they_are(only_groups: None) -> None:
+def test_nan_of_one_page_or_token_does_not_reach_others(only_groups: None) -> None:
     given = drawn("cuda", SHAPES[0])
     z, key, bias, _, row, _, table, *_ = given.args
     wanted = selected(given)

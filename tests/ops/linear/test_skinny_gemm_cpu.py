@@ -40,7 +40,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         assert torch.equal(ops.linear(x[row], weight, None, norm), together[row])
 
 
-def test_who_takes_a_product() -> None:
+def test_implementations_by_number_of_rows() -> None:
     weight = torch.randn(9, 48)
     for dtype, most in skinny_gemm_cpu.MOST_ROWS.items():
         given = weight.to(dtype)

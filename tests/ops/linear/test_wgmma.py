@@ -89,7 +89,7 @@ def test_products_of_all_sizes(op: Op[..., object], tokens: int, small: None) ->
 @pytest.mark.gpu
 @on_hopper
 @every
-def test_large_weights_go_this_way(op: Op[..., object]) -> None:
+def test_large_weights_use_wgmma(op: Op[..., object]) -> None:
     torch.manual_seed(0)
     columns, rows = (4096, 16384) if op in PLAIN else (11008, 4096)
     for tokens, wanted in ((2, False), (3, True), (64, True), (65, False)):
@@ -200,7 +200,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_does_not_fit_is_left_to_others(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_calls_go_to_other_implementations(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
     monkeypatch.setattr(gpu, "processors", lambda device: 64)
     x, weight = blank(10, 4096), blank(4096, 4096)
@@ -224,7 +226,7 @@ def test_what_does_not_fit_is_left_to_others(why: str, monkeypatch: pytest.Monke
         (4, 100_352, 1024, "plain gated"),
     ],
 )
-def test_which_are_taken(
+def test_sizes_that_use_wgmma(
     tokens: int, rows: int, columns: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)

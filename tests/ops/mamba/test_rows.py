@@ -181,7 +181,7 @@ def _fla() -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [64, 1000])
-def test_what_fla_gives(length: int) -> None:
+def test_against_fla(length: int) -> None:
     fla, n = _fla(), NETS["cuda"]
     layer = Layer(n, length, "cuda", torch.bfloat16)
     keys = n.key_heads * n.key_dim

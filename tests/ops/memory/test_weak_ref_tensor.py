@@ -48,7 +48,7 @@ def test_the_allocator_gets_the_memory_back() -> None:
 
 
 @pytest.mark.parametrize("other", [None, 3, "name", (1, 2)])
-def test_what_is_no_tensor_stays_what_it_is(other: object) -> None:
+def test_other_objects_are_returned(other: object) -> None:
     assert weak_ref_tensor(other) is other
 
 

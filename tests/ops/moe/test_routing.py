@@ -151,7 +151,7 @@ def test_the_gate_ranks_in_the_dtype_of_its_input() -> None:
     assert ops.grouped_topk(gating, bias, 1, 1, 1, True, 1.0)[1].tolist() == [[1]]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_arguments_are_named() -> None:
     gating, bias = torch.randn(2, 8), torch.randn(8)
     with pytest.raises(BadArgument, match="`num_expert_group` is 3: 8 experts"):
         ops.moe_fused_gate(gating, bias, 3, 1, 2)

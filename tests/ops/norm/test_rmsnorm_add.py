@@ -32,7 +32,7 @@ def test_the_sum_is_rounded_once(width: int, dtype: torch.dtype, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["reference", *ON_CPU])
-def test_what_is_added_may_be_more_than_the_dtype_holds(name: str) -> None:
+def test_the_addend_may_overflow_the_dtype(name: str) -> None:
     # 4, 0, 0, 0: the norm of the first number is 2.
     x = torch.tensor([[4.0, 0.0, 0.0, 0.0]]).half()
     weight, residual = torch.full((4,), 40000.0).half(), torch.full((1, 4), -30000.0).half()

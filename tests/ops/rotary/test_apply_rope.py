@@ -75,7 +75,7 @@ def test_float8_cache_is_cut_off() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, -8.0, 2.0**-126, 2.0**126, 2.0**-140, 0.3, 3e38])
 @pytest.mark.parametrize("name", runnable_on(rotary_set_kv, "cpu"))
-def test_what_is_stored_is_the_quotient(name: str, scale: float) -> None:
+def test_stored_keys_and_values_are_quotients(name: str, scale: float) -> None:
     table = torch.cat((torch.ones(9, 3), torch.zeros(9, 3)), dim=1)
     key = torch.randn(9, 6) * torch.logspace(-44, 38, 9).unsqueeze(1)
     k_buffer, v_buffer = torch.zeros(9, 6), torch.zeros(9, 6)
@@ -105,7 +105,7 @@ def test_a_negative_slot_is_not_written(name: str, slots: list[int]) -> None:
     assert not torch.equal(key[:, :4], torch.ones(2, 4))
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     table, positions = torch.randn(10, 8), torch.arange(5)
     query, key = torch.randn(5, 16), torch.randn(5, 8)
     with pytest.raises(BadArgument, match="`cos_sin_cache` is float64"):

@@ -55,7 +55,7 @@ def test_batched_positions_and_no_key() -> None:
 
 
 @pytest.mark.parametrize("with_key", [True, False])
-def test_what_was_rotated_is_returned(with_key: bool) -> None:
+def test_rotated_arguments_are_returned(with_key: bool) -> None:
     query, key = torch.randn(3, 2, 8), torch.randn(3, 1, 8) if with_key else None
     got = rotary_embedding(torch.arange(3), query, key, 8, torch.randn(5, 8))
     assert got[0] is query and got[1] is key

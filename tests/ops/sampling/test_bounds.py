@@ -70,9 +70,7 @@ def rows_of(kind: str) -> Tensor:
 
 @pytest.mark.parametrize("wanted", [1, 2, 7, 40, LINES])
 @pytest.mark.parametrize("kind", ["zeros", "equal", "0.001", "1", "3", "20"])
-def test_as_many_as_are_wanted_and_few_more_reach_the_bound(
-    kind: str, wanted: int, device: str
-) -> None:
+def test_bounds_are_reached_by_few_more_than_wanted(kind: str, wanted: int, device: str) -> None:
     enough = wanted + wanted // 8
     keys = rows_of(kind).to(device).view(torch.int32)
     out = torch.empty(len(keys), dtype=torch.int32, device=device)

@@ -240,7 +240,7 @@ def test_each_filter_sees_what_the_one_before_left(share: float, device: str) ->
         assert set(draw_tokens.using(name)(logits, *args).tolist()) == {0, 1}, name
 
 
-def test_what_is_kept_does_not_depend_on_the_place(device: str) -> None:
+def test_kept_tokens_do_not_depend_on_positions(device: str) -> None:
     # The second largest lies far from the largest, among others near to it.
     weights = torch.full((1100,), 1e-6)
     weights[3], weights[600:640], weights[700] = 1.0, 0.2, 0.4

@@ -133,7 +133,7 @@ def test_long_lists_when_interpreted() -> None:
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
-def test_lines_of_the_largest_when_interpreted() -> None:
+def test_lists_of_lines_when_interpreted() -> None:
     # Few of the 48 lines hold the top k, or all do: one row has its largest in one line.
     torch.manual_seed(9)
     probs = torch.softmax(4 * torch.randn(4, 3000), dim=-1)

@@ -101,7 +101,7 @@ def chi_square_tail(statistic: float, freedom: int) -> float:
 
 @pytest.mark.parametrize("form", ["rows", "indices"])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_law(name: str, form: str, device: str) -> None:
+def test_frequencies_of_draws(name: str, form: str, device: str) -> None:
     sampler, filters, options, law = SAMPLERS[name]
     row = a_row(3)
     expected = law(dict(enumerate(row[0].tolist())))
@@ -329,7 +329,7 @@ def test_indices_of_no_row_are_refused_on_the_cpu(name: str, indices: list[int])
             sampler(rows, *each, indices=given, **options)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     rows = torch.full((3, 4), 0.25)
     with pytest.raises(BadArgument, match="`filter_apply_order` is 'top_p_first'"):
         top_k_top_p_sampling_from_probs(rows, 2, 0.5, filter_apply_order="top_p_first")

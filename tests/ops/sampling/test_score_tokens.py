@@ -34,7 +34,7 @@ def test_logprobs_and_ranks(width: int, device: str) -> None:
         assert rank.tolist() == (larger + 1).tolist(), name
 
 
-def test_what_is_all_but_certain_keeps_its_digits(device: str) -> None:
+def test_probabilities_near_1_keep_their_digits(device: str) -> None:
     logits = torch.zeros(1, 2 * CHUNK, device=device)
     logits[0, 5] = 22.0
     token = torch.tensor([5], device=device)

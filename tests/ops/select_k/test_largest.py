@@ -37,7 +37,7 @@ def found(value, total, count):
 
 @pytest.mark.parametrize("count", [1, 3, 40, 64])
 @pytest.mark.parametrize("none", [0, 1, 2, 3, 5, 20, 64])
-def test_numbers_that_are_none_are_the_largest(none, count):
+def test_nan_is_the_largest(none, count):
     g = torch.Generator().manual_seed(none)
     value = torch.randn(64, generator=g)
     value[torch.randperm(64, generator=g)[:none]] = math.inf

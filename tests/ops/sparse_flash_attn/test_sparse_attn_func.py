@@ -228,7 +228,7 @@ def test_probabilities_that_are_asked_for_change_nothing(with_lse: bool, ragged:
         ({"q": torch.randn(1, 9, 2, 16, dtype=torch.float64)}, "`q`"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, Any], word: str) -> None:
+def test_wrong_arguments_are_named(change: dict[str, Any], word: str) -> None:
     tables = random_tables(torch.Generator().manual_seed(7), 1, 2, 1, 9)
     names = ("block_count", "block_offset", "column_count", "column_index")
     given = {name: torch.randn(1, 9, 2, 16) for name in "qkv"} | dict(

@@ -106,7 +106,7 @@ def test_layouts_are_permutations_of_each_other(device: str) -> None:
     assert not torch.equal(shuffled.view(torch.uint8), linear.view(torch.uint8))
 
 
-def test_what_is_not_finite_spoils_its_own_key_alone(device: str) -> None:
+def test_nan_and_infinity_affect_their_own_key_only(device: str) -> None:
     k = keys(device, 4)
     k[1, 5], k[2, 7] = math.nan, math.inf
     cache = torch.zeros(1, SIZE * (DIM + 4), dtype=torch.uint8, device=device)
@@ -126,7 +126,7 @@ def test_what_is_not_finite_spoils_its_own_key_alone(device: str) -> None:
         ((1, SIZE, DIM), torch.float32, False, "`location` holds"),
     ],
 )
-def test_what_does_not_fit_is_named(
+def test_wrong_arguments_are_named(
     shape: tuple[int, ...], dtype: torch.dtype, preshuffled: bool, said: str
 ) -> None:
     cache = torch.zeros(shape, dtype=dtype)

@@ -177,7 +177,7 @@ def test_blocks_of_queries_do_not_show() -> None:
             assert torch.equal(visible(ragged_mqa_logits(*ragged, *ends), context), wanted[1])
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     paged, q, weights, row, context = step(4, "cpu", (3, 0, 0, 0))
     given = (q, weights, paged.k_cache[:, 0], paged.page_table)
     with pytest.raises(BadArgument, match="`context` holds 75, not numbers up to 74"):

@@ -148,7 +148,7 @@ def test_attention_over_records_of_values(heads: int) -> None:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_what_lies_behind_a_length_costs_and_changes_nothing(quantized: bool) -> None:
+def test_entries_beyond_the_length_change_no_bit(quantized: bool) -> None:
     """Bit by bit the same whether the list ends there or goes on, with cells of NaN."""
     cache = drawn(40, SIZE, LATENT + ROPE, seed=6, dtype=BF16)
     cache[30:] = math.nan

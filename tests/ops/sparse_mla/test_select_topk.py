@@ -68,7 +68,7 @@ def test_against_sorting(kind: str, topk: int, device: str) -> None:
         assert select_topk.using(name)(*given).tolist() == wanted, name
 
 
-def test_what_is_not_visible_is_not_read(device: str) -> None:
+def test_invisible_logits_are_not_read(device: str) -> None:
     logits = torch.full((4, 50), math.nan, device=device)
     logits[:, 10:30] = torch.arange(20.0, device=device)
     count = torch.tensor([20, 8, 0, 20], dtype=torch.int32, device=device)
@@ -132,7 +132,7 @@ def test_blocks_of_tokens_do_not_show() -> None:
         ({"row": torch.tensor([0, 3])}, "`row` holds 3, not numbers from 0 to 2"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_are_named(change: dict[str, Any], said: str) -> None:
     given = {
         "logits": torch.zeros(2, 9),
         "count": torch.tensor([9, 3]),

@@ -232,7 +232,7 @@ def test_two_lists_of_two_caches_are_one_softmax(quantized: bool, device: str) -
         sparse_mla(q, cache, cells, length, SCALE, LATENT, **given)
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_wrong_arguments_are_named() -> None:
     q, cache = queries("cpu", 2, 3), cache_of("cpu")
     cells, length = cells_of("cpu", 2), torch.ones(2, dtype=torch.int32)
     small = torch.zeros(2, SIZE, 656, dtype=torch.uint8)

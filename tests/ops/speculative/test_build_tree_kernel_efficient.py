@@ -229,7 +229,7 @@ def test_wide_packed_types_are_taken() -> None:
         (11, 3, "tree_mask_mode"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(position: int, wrong: object, named: str) -> None:
+def test_wrong_arguments_are_named(position: int, wrong: object, named: str) -> None:
     long = torch.int64
     given: list[object] = [
         *(torch.zeros(1, 3, dtype=long), torch.zeros(1, 4, dtype=long), torch.zeros(1, dtype=long)),

@@ -52,7 +52,7 @@ def test_of_bytes_any_but_0_is_true(name: str) -> None:
     reconstruct_indices_from_tree_mask(mask, torch.tensor([5]), *outputs(1, 3), 1, 3)
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_wrong_arguments_are_named() -> None:
     mask, lengths = torch.ones(18, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
     good = [mask, lengths, *outputs(2, 3), 2, 3]
     reconstruct_indices_from_tree_mask(*good)

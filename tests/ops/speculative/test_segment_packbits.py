@@ -53,7 +53,7 @@ def test_of_bytes_any_but_0_is_true(name: str) -> None:
         (4, -1, "batch_size"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(position: int, wrong: object, named: str) -> None:
+def test_wrong_arguments_are_named(position: int, wrong: object, named: str) -> None:
     given: list[object] = [
         *(torch.ones(9, dtype=torch.bool), torch.tensor([0, 9]), torch.tensor([0, 2])),
         *(torch.zeros(2, dtype=torch.uint8), 1),

@@ -91,7 +91,7 @@ def test_path_and_final_token(seed: int, single: float, acc: float, name: str) -
         assert torch.equal(left[b], noted)
 
 
-def test_what_is_emitted_follows_the_target(device: str) -> None:
+def test_emitted_tokens_follow_the_targets_distribution(device: str) -> None:
     """Chi-square of the first token emitted, of three candidates or none of them."""
     draws = 100_000 if device == "cuda" else 5_000
     law = torch.tensor([0.05, 0.3, 0.0, 0.15, 0.4, 0.1])
@@ -147,7 +147,7 @@ def test_links_in_a_circle_end_the_walk(name: str) -> None:
     assert draft[0, 0].tolist() == [0.125, 0.125, 0] and not draft[1].any()
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_wrong_arguments_are_named() -> None:
     forest, long = Forest.grow(2, 3, random.Random(0)), torch.int64
     good = {
         "predicts": torch.zeros(6).int(),

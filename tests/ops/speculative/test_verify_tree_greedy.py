@@ -77,7 +77,7 @@ def test_links_in_a_circle_end_the_walk(name: str) -> None:
     assert predicts.tolist() == [7, -5, -5, -5, 1, 1, 1, -5]
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
+def test_wrong_arguments_are_named() -> None:
     forest = Forest.grow(2, 5, random.Random(0))
     predicts, accept_index = torch.zeros(10, dtype=torch.int32), torch.zeros(2, 3).int()
     tokens = torch.zeros(2, 5, dtype=torch.int64)

@@ -119,7 +119,7 @@ def test_long_rows_whatever_their_sample_says(
             assert got.tolist() == wanted, (name, topk)
 
 
-def test_what_a_row_does_not_have_is_padding(device: str) -> None:
+def test_rows_with_fewer_candidates_are_padded(device: str) -> None:
     score, lengths = on(device, torch.randn(2, 20), torch.tensor([30, 25], dtype=torch.int32))
     starts = torch.tensor([0, 15], dtype=torch.int32, device=device)
     for name in runnable_on(fast_topk_v2, device):

@@ -204,7 +204,7 @@ def test_qserve(rng: np.random.Generator) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=1e-3, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_inconsistent_arguments_are_refused() -> None:
     words, s = torch.zeros(8, 256, dtype=torch.int32), torch.ones(1, N)
     with pytest.raises(BadArgument, match="`b_q_type` is 7, not the number of a known type"):
         ops.gptq_marlin_gemm(

@@ -44,7 +44,7 @@ def test_a_long_conversation_leaves_the_pages_where_they_are(ready, script):
 
 
 @SCREENS
-def test_what_is_touched_is_large_enough(ready, script, screen):
+def test_touch_targets_are_large_enough(ready, script, screen):
     script.pieces = ["a", "b"]
     tab = ready(chat_template=False)
     tab.set_viewport_size(screen)

@@ -36,7 +36,7 @@ def test_a_chat_streams_and_counts(ready, script):
     assert [m["content"] for m in second["messages"]] == ["Hi", "Hello, you", "More"]
 
 
-def test_what_is_written_never_becomes_markup(ready, script):
+def test_text_never_becomes_markup(ready, script):
     evil = "<img src=x onerror=\"document.title='owned'\"><script>1</script><b>bold</b> &amp;"
     script.pieces = [evil, "\n  two"]
     tab = ready()

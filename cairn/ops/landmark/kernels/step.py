@@ -82,8 +82,8 @@ def place_in(lines, scans, chunks, reads, lag):
     """The line and item of this program in a whole step, and whether they exist.
 
     Programs are numbered in rounds: round r has the scan of line r, the pick of line r - lag and
-    the read of line r - 2 lag. So with many lines a program's dependencies are mostly finished when
-    it starts.
+    the read of line r - 2 lag. So with many lines, the programs that a program depends on are
+    mostly finished when it starts.
     """
     size = scans + chunks + reads
     item = tl.program_id(0) % size

@@ -90,10 +90,10 @@ def chunk_kernel(
 ):  # fmt: skip
     """T, P and the factors of one chunk in one value head; after the last sequence o = 0.
 
-    RAW: a and b are projections; else log decay and strength. FEW_APART: chunks of up to FEW
-    tokens at the end of longer sequences, and sequences of up to FEW tokens, are left to
+    RAW: a and b are projections; else log decay and strength. FEW_APART: chunks of up to FEW tokens
+    at the end of longer sequences, and sequences of up to FEW tokens, are left to
     `recurrent_kernel`.
-    table: as of `chunk_table_kernel`. weights, scores: [T, HEADS, 64], rows of T and P. factors:
+    table: as in `chunk_table_kernel`. weights, scores: [T, HEADS, 64], rows of T and P. factors:
     [T, HEADS, FACTORS]. decays: [chunks, HEADS], e^(G_n).
     """
     program, head = tl.program_id(0), tl.program_id(1)
@@ -164,7 +164,7 @@ def carry_kernel(
 ):  # fmt: skip
     """One sequence in one value head, BLOCK_V columns of its state, from chunk to chunk.
 
-    Arguments as of `chunk_kernel`, states as of `recurrent_kernel`.
+    Arguments as in `chunk_kernel`, states as in `recurrent_kernel`.
     """
     parts: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     part, head, number = tl.program_id(0) % parts, tl.program_id(0) // parts, tl.program_id(1)

@@ -104,7 +104,7 @@ def convolve_back(
     x_token, x_channel, out_token, out_channel, weight_channel, weight_tap,
     state_stride, state_channel, SIZE: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of one sequence, the last one first; arguments as of `conv_sequences_kernel`."""
+    """Outputs of one sequence, the last one first; arguments as in `conv_sequences_kernel`."""
     for i in range(length):
         token = length - 1 - i
         y = tl.zeros(channel.shape, dtype=tl.float32)
