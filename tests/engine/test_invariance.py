@@ -58,7 +58,7 @@ def test_whole_against_chunked_prefill(case, chunk, device):
 
 
 @shows("hils", "batching")
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     case=st.sampled_from(CASES),
     seed=st.integers(0, 2**16),

@@ -11,11 +11,21 @@ import torch
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
+from cairn.ops.landmark.tuning import TUNING as LANDMARK_TUNING
 from cairn.ops.registry import Op
 from cairn.ops.tuning import Tuning
 from cairn.train import sequence as _registered  # noqa: F401  (its op is tested like the others)
 from tests.ops.replays import Compiled, in_order
 from tests.ops.tables import Tuned
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_tokens_share_pages() -> Iterator[None]:
+    """Interpreted kernels sort the pages of few tokens: each of them takes 10 ms."""
+    with contextlib.ExitStack() as stack:
+        if gpu.INTERPRETED:
+            stack.enter_context(LANDMARK_TUNING.replaced(page_sharing_tokens=40))
+        yield
 
 
 @pytest.fixture

@@ -157,7 +157,7 @@ def test_dense_attention(heads: int, group: int, width: int, device: str, tables
     [
         (64, {"page": 64, "right": 0}),
         (128, {"page": 128}),
-        (128, {"page": -1, "right": 0}),
+        pytest.param(128, {"page": -1, "right": 0}, marks=pytest.mark.slow),
         (64, {"even": True, "pad": 3, "right": 0}),
         (64, {"page": -1, "left": 150, "right": 0, "sinks": True}),
     ],

@@ -76,7 +76,7 @@ def launches(request, tuned):
 
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stored", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "chunk, short, listed, programs",
     [(4, 256, 256, 512), (4, 4, 256, 6), (512, 8, 256, 12), (16, 8, 256, 6), (4, 4, 9, 512)],
@@ -138,7 +138,7 @@ WHOLE_STEPS = [((1, 9, 150), 0), ((9,), 1), ((120, 90, 40, 7), 1)]
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 @pytest.mark.parametrize("lengths, softmax1", WHOLE_STEPS)
-@pytest.mark.parametrize("abreast", [1, 3, 1000])
+@pytest.mark.parametrize("abreast", [1, pytest.param(3, marks=pytest.mark.slow), 1000])
 def test_one_launch_leaves_its_counters_clear(
     lengths, softmax1, abreast, device, monkeypatch, tuned
 ):
