@@ -107,7 +107,7 @@ def main() -> None:
     cells, length = make.randint(0, 256, 3, 64, dtype=torch.int32), make.randint(0, 64, 3)
     with SPARSE_MLA_TUNING.replaced(group_programs=1):
         sparse_mla.using("triton")(q, cache, cells, length.int(), 0.1, 512, dtype=dtype)
-    for width, page, sinks in ((64, 64, True), (128, -1, False), (128, 128, False)):
+    for width, page, sinks in ((64, 64, True), (128, -1, False), (256, 64, False)):
         shape = {"queries": (140, 131), "keys": (300, 131), "heads": (4, 2)}
         options = {**shape, "widths": (width, width), "page": page, "sinks": sinks}
         given = drawn(make, dtype, **options, right=0)

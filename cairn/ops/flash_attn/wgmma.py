@@ -56,12 +56,14 @@ def copy_keys(
         hopper.mbarrier.wait(free.index(2 * stage), used)
         hopper.mbarrier.expect(arrived, BYTES)
         copy_columns(keys, k_first, k_column, arrived, cached_keys.index(stage), 0)
-        copy_columns(keys, k_second, k_column, arrived, cached_keys.index(stage), 64)
+        if KEYS > 64:
+            copy_columns(keys, k_second, k_column, arrived, cached_keys.index(stage), 64)
         arrived = full.index(2 * stage + 1)
         hopper.mbarrier.wait(free.index(2 * stage + 1), used)
         hopper.mbarrier.expect(arrived, BYTES)
         copy_columns(values, v_first, v_column, arrived, cached_values.index(stage), 0)
-        copy_columns(values, v_second, v_column, arrived, cached_values.index(stage), 64)
+        if KEYS > 64:
+            copy_columns(values, v_second, v_column, arrived, cached_values.index(stage), 64)
 
 
 @gluon.jit

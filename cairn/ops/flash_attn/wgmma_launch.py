@@ -11,7 +11,9 @@ from cairn.ops.flash_attn.launch import Task, caches, flops_of
 from cairn.ops.flash_attn.tuning import TUNING
 from cairn.ops.flash_attn.wgmma import flash_groups_kernel
 
-WIDTHS = (64, 128)
+BLOCKS = {64: 2, 128: 2, 256: 1}
+"""Blocks of keys that a group multiplies at once, by the width of a head: with heads of 256 the
+sums fill the registers."""
 
 
 def fits(task: Task) -> bool:
@@ -28,7 +30,7 @@ def fits(task: Task) -> bool:
         or task.chunk
         or any(x.dtype != task.q.dtype or x.dtype.itemsize != 2 for x in tensors)
         or task.q.stride(-1) != 1
-        or width not in WIDTHS
+        or width not in BLOCKS
         or task.v.shape[-1] != width
         or (task.page_table is not None and task.k.shape[1] % TUNING.wgmma_block)
         or task.capacity < 2 * TUNING.wgmma_block
@@ -72,7 +74,7 @@ def attend(task: Task, length: int | None = None) -> None:
         SIZE=task.k.shape[1] if paged else 1,
         TOKENS=tokens,
         HP=heads,
-        KEYS=2 * TUNING.wgmma_block,
+        KEYS=BLOCKS[task.k.shape[-1]] * TUNING.wgmma_block,
         STAGES=TUNING.wgmma_stages,
         PAGED=paged,
         SINKS=task.sinks is not None,

@@ -41,7 +41,7 @@ def small(tuned: Tuned) -> None:
     not (torch.cuda.is_available() and gpu.supports_wgmma(torch.device("cuda", 0))),
     reason="needs Hopper's tensor cores and Triton 3.6",
 )
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("first, count", [(0, 200), (65, 64), (1000, 333), (63, 2000)])
 def test_a_chunk_with_and_without_a_past(first: int, count: int, dim: int, small: None) -> None:
     for row, page in ((0, 64), (1, 128)):

@@ -41,7 +41,7 @@ def agrees(**options: Any) -> None:
 
 
 @pytest.mark.parametrize("right", [-1, 0, 3])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("layout", [{"page": -1}, {"page": 64}, {"page": 192}, {"even": True}])
 def test_layouts_and_masks(layout: dict[str, Any], width: int, right: int) -> None:
     agrees(**RAGGED, heads=(4, 2), widths=(width, width), right=right, **layout)
@@ -52,7 +52,7 @@ def test_groups_of_heads(heads: tuple[int, int]) -> None:
     agrees(queries=(140, 131), keys=(300, 131), heads=heads, widths=(64, 64), page=64, right=0)
 
 
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 256])
 def test_sinks_and_float16(width: int) -> None:
     shape = {**RAGGED, "heads": (4, 2), "widths": (width, width)}
     agrees(**shape, page=64, right=0, sinks=True, dtype=torch.float16)
