@@ -280,7 +280,7 @@ def _assemble(
     core = EngineCore(
         core_shape(config, memory.max_model_len, tokenizer),
         limits_of(config),
-        page_cache(memory, slots, config.enable_prefix_caching, loaded.schema, host),
+        page_cache(memory, slots, config, loaded.schema, host),
         slots,
         executor,
         tokenizer,
@@ -348,7 +348,7 @@ def settle_on_cpu(dtype: torch.dtype) -> None:
 def page_cache(
     memory: MemoryPlan,
     slots: SlotMap,
-    prefix_caching: bool,
+    config: EngineConfig,
     schema: CacheSchema,
     host: HostCache | None = None,
 ) -> PageCache:
@@ -358,16 +358,20 @@ def page_cache(
         window = WindowPages(memory.window_pages, schema.reach)
     states = None
     if schema.has_rows:
-        states = StateSnapshots(memory.snapshots, snapshot_interval(schema))
+        interval = snapshot_interval(schema, config.chunked_prefill_size // slots.page_size)
+        states = StateSnapshots(memory.snapshots, interval)
+    prefix_caching = config.enable_prefix_caching
     return PageCache(memory.num_pages, slots, prefix_caching, window, states, host)
 
 
-def snapshot_interval(schema: CacheSchema) -> int:
+def snapshot_interval(schema: CacheSchema, step_pages: int) -> int:
     """Pages between snapshots of a long prompt: the first power of two above the pages that take as
-    much memory as one state; denser ones would take more than the pages."""
+    much memory as one state; denser ones would take more than the pages. At least about half of the
+    pages that a step computes: a step ends at each snapshot, and the host takes as long for a short
+    step as for a long one."""
     page = sum(group.page_bytes for group in schema.groups)
     worth = -(-schema.row_bytes // page) if page else 1
-    return 1 << worth.bit_length()
+    return 1 << max(worth.bit_length(), (step_pages // 2).bit_length() - 1)
 
 
 def runner_shape(

@@ -4,13 +4,17 @@ from is what its prefix left."""
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from cairn.cache.invariants import check, examine
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import Lease, PageCache
+from cairn.cache.schema import CacheSchema
 from cairn.cache.states import StateSnapshots
+from cairn.engine.build import snapshot_interval
 
 SLOTS = SlotMap(4, landmarks=False)
 
@@ -226,3 +230,9 @@ def test_random_requests(seed: int) -> None:
     for lease, _, _ in walk.running:
         walk.cache.close(lease)
     check(walk.cache, [])
+
+
+@pytest.mark.parametrize(("step_pages", "interval"), [(0, 8), (17, 8), (32, 16), (264, 128)])
+def test_pages_between_snapshots_weigh_a_state_and_fill_half_of_a_step(step_pages, interval):
+    schema = SimpleNamespace(groups=(SimpleNamespace(page_bytes=100),), row_bytes=640)
+    assert snapshot_interval(cast(CacheSchema, schema), step_pages) == interval
