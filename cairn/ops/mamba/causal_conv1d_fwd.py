@@ -106,8 +106,10 @@ def _(call: Call) -> None:
     length = x.shape[-1]
     of = launch.Sequences(count, length, starts, call.cache_indices, has_initial_state=used)
     by = launch.Convolution(call.weight, call.bias_, call.silu_activation, call.pad_slot_id)
-    y = torch.empty_like(flat)
-    launch.convolve(flat, by, states, of, y)
+    # The kernel takes tokens one by one: a token's channels must lie side by side.
+    rows = flat.t().contiguous()
+    y = torch.empty_like(rows).t()
+    launch.convolve(rows.t(), by, states, of, y)
     if states is not None:
         launch.convolve_each(x, by, states, of, None)
     if starts is not None:

@@ -97,7 +97,8 @@ class Convolution:
 
 
 def convolve(x: Tensor, by: Convolution, states: Tensor | None, of: Sequences, out: Tensor) -> None:
-    """Convolve x [D, T] into `out` [D, T], which must not overlap x; states are not changed."""
+    """Convolve x [D, T] into `out` [D, T], which must not overlap x; states are not changed. Fast
+    where a token's channels lie side by side."""
     channels, tokens = x.shape
     if not tokens or not channels:
         return
@@ -296,7 +297,7 @@ def run_chunks(
     dtype, device = rule.v.dtype, out.device
     table, before = _chunk_table(of, most, device)
     weights, scores = (gpu.empty((tokens, heads, CHUNK), dtype, device) for _ in range(2))
-    factors = gpu.empty((tokens, heads, 4), torch.float32, device)
+    factors = gpu.empty((most, heads, 4, CHUNK), torch.float32, device)
     decays = gpu.empty((most, heads), torch.float32, device)
     block, warps, stages = tuning.carry(of.count * heads, high)
     common = {

@@ -19,8 +19,8 @@ from cairn.ops.gpu import constant, tl, triton
 from cairn.ops.mamba.kernels.recurrent import FEW, GRID, log_decay, sigmoid
 
 FACTORS = constant(4)
-"""Factors per token and head that `chunk_kernel` passes to `carry_kernel`: beta; beta e^G l; scale
-e^G l; e^(G_n - G) l."""
+"""Factors per token of a chunk and head that `chunk_kernel` passes to `carry_kernel`: beta;
+beta e^G l; scale e^G l; e^(G_n - G) l."""
 
 
 @triton.jit
@@ -66,17 +66,19 @@ def chunk_table_kernel(
 
 
 @triton.jit
-def inverse(a):
+def inverse(a, DTYPE: tl.constexpr):
     """(I + a)^-1 of a strictly lower triangular a [64, 64], from inverted diagonal blocks of 2 x 2
-    to larger ones: below two neighbouring blocks T the inverse is -T A T."""
+    to larger ones: below two neighbouring blocks T the inverse is -T A T. Factors of products are
+    rounded to DTYPE."""
     i = tl.arange(0, GRID)
     pair = (i[:, None] // 2 == i[None, :] // 2) & (i[:, None] > i[None, :])
     t = tl.where(i[:, None] == i[None, :], 1.0, tl.where(pair, -a, 0.0))
     for level in tl.static_range(1, 6):
         inner, wider = i >> level, i >> (level + 1)
         lower = (inner[:, None] > inner[None, :]) & (wider[:, None] == wider[None, :])
-        below = tl.dot(tl.where(lower, a, 0.0), t)
-        t -= tl.dot(t, below)
+        rounded = t.to(DTYPE)
+        below = tl.dot(tl.where(lower, a, 0.0).to(DTYPE), rounded)
+        t -= tl.dot(rounded, below.to(DTYPE))
     return t
 
 
@@ -94,7 +96,7 @@ def chunk_kernel(
     at the end of longer sequences, and sequences of up to FEW tokens, are left to
     `recurrent_kernel`.
     table: as in `chunk_table_kernel`. weights, scores: [T, HEADS, 64], rows of T and P. factors:
-    [T, HEADS, FACTORS]. decays: [chunks, HEADS], e^(G_n).
+    [chunks, HEADS, FACTORS, 64]. decays: [chunks, HEADS], e^(G_n).
     """
     program, head = tl.program_id(0), tl.program_id(1)
     all_end = count * length if starts is None else tl.load(starts + count).to(tl.int32)
@@ -139,19 +141,21 @@ def chunk_kernel(
     apart = (total[:, None] - total[None, :]).to(tl.float32)
     d = tl.exp(tl.where(i[:, None] >= i[None, :], apart, float("-inf"))) * k_length[None, :]
     grown = tl.exp(total.to(tl.float32))
-    products = tl.dot(key, tl.trans(key))
-    below = i[:, None] > i[None, :]
-    t = inverse(tl.where(below, (strength * k_length)[:, None] * products * d, 0.0))
-    products = tl.dot(query, tl.trans(key))
-    p = (scale * q_length)[:, None] * products * d
     rows = (token * HEADS + head)[:, None] * GRID + i[None, :]
-    tl.store(weights + rows, t.to(weights.dtype.element_ty), mask=inside[:, None])
+    p = (scale * q_length)[:, None] * tl.dot(query, tl.trans(key)) * d
     tl.store(scores + rows, p.to(scores.dtype.element_ty), mask=inside[:, None])
-    place = factors + (token * HEADS + head) * FACTORS
-    tl.store(place, strength, mask=inside)
-    tl.store(place + 1, strength * grown * k_length, mask=inside)
-    tl.store(place + 2, scale * grown * q_length, mask=inside)
-    tl.store(place + 3, tl.exp((last - total).to(tl.float32)) * k_length, mask=inside)
+    below = i[:, None] > i[None, :]
+    lower = (strength * k_length)[:, None] * tl.dot(key, tl.trans(key)) * d
+    # Of keys with length 1, and strengths of at most 1, no number of T is larger than 1: half
+    # precision keeps as many digits of it as TF32.
+    halves: tl.constexpr = NORMALISED and q.dtype.element_ty != tl.float32
+    t = inverse(tl.where(below, lower, 0.0), tl.float16 if halves else tl.float32)
+    tl.store(weights + rows, t.to(weights.dtype.element_ty), mask=inside[:, None])
+    place = factors + (program * HEADS + head) * (FACTORS * GRID) + i
+    tl.store(place, strength)
+    tl.store(place + GRID, strength * grown * k_length)
+    tl.store(place + 2 * GRID, scale * grown * q_length)
+    tl.store(place + 3 * GRID, tl.exp((last - total).to(tl.float32)) * k_length)
     tl.store(decays + program * HEADS + head, tl.exp(last.to(tl.float32)))
 
 
@@ -189,26 +193,31 @@ def carry_kernel(
     cell = head * (V * K) + line[None, :] * K + column[:, None]
     held = wide[:, None] & high[None, :]
     state = tl.load(pool + slot * (HEADS * V * K) + cell, mask=held & used, other=0.0)
-    key_head = head // EACH
     dtype = v.dtype.element_ty
+    # A chunk's first token is a scalar; offsets inside a chunk fit in 32 bits.
+    first_token = (begin - shift).to(tl.int64)
+    key_head = head // EACH
+    q_place = i[:, None] * q_token + key_head * q_head + column[None, :]
+    k_place = i[:, None] * k_token + key_head * k_head + column[None, :]
+    v_place = i[:, None] * v_token + head * v_head + line[None, :]
+    square = (i[:, None] * HEADS + head) * GRID + i[None, :]
+    o_place = (i[:, None] * HEADS + head) * V + line[None, :]
     for n in tl.range(0, chunks, num_stages=STAGES):
-        token = (begin - shift + n * GRID + i).to(tl.int64)
-        inside = (token >= begin) & (token < end)
+        token = first_token + n * GRID
+        inside = (i >= begin - token) & (i < end - token)
         row = inside[:, None] & wide[None, :]
-        query = tl.load(
-            q + token[:, None] * q_token + key_head * q_head + column[None, :], row, 0.0
-        )
-        key = tl.load(k + token[:, None] * k_token + key_head * k_head + column[None, :], row, 0.0)
+        query = tl.load(q + token * q_token + q_place, mask=row, other=0.0)
+        key = tl.load(k + token * k_token + k_place, mask=row, other=0.0)
         filled = inside[:, None] & high[None, :]
-        value = tl.load(v + token[:, None] * v_token + head * v_head + line[None, :], filled, 0.0)
-        square = (token * HEADS + head)[:, None] * GRID + i[None, :]
-        t = tl.load(weights + square, mask=inside[:, None], other=0.0)
-        p = tl.load(scores + square, mask=inside[:, None], other=0.0)
-        place = factors + (token * HEADS + head) * FACTORS
-        strength = tl.load(place, mask=inside, other=0.0)
-        read = tl.load(place + 1, mask=inside, other=0.0)
-        seen = tl.load(place + 2, mask=inside, other=0.0)
-        left = tl.load(place + 3, mask=inside, other=0.0)
+        value = tl.load(v + token * v_token + v_place, mask=filled, other=0.0)
+        rows = token * (HEADS * GRID)
+        t = tl.load(weights + rows + square, mask=inside[:, None], other=0.0)
+        p = tl.load(scores + rows + square, mask=inside[:, None], other=0.0)
+        place = factors + ((chunk + n) * HEADS + head) * (FACTORS * GRID) + i
+        strength = tl.load(place)
+        read = tl.load(place + GRID)
+        seen = tl.load(place + 2 * GRID)
+        left = tl.load(place + 3 * GRID)
         decay = tl.load(decays + (chunk + n) * HEADS + head)
         rounded = state.to(dtype)
         x = tl.dot(key, rounded)
@@ -216,7 +225,7 @@ def carry_kernel(
         new = tl.dot(t, x.to(dtype))
         o = seen[:, None] * tl.dot(query, rounded)
         o += tl.dot(p, new.to(dtype))
-        place = out + (token * HEADS + head)[:, None] * V + line[None, :]
+        place = out + token * (HEADS * V) + o_place
         tl.store(place, o.to(out.dtype.element_ty), mask=filled)
         new = (left[:, None] * new).to(dtype)
         state = decay * state + tl.dot(tl.trans(key), new)

@@ -10,14 +10,22 @@ from cairn.ops.pdl import await_previous
 
 @triton.jit
 def sequence_of(token, starts, count, STEPS: tl.constexpr):
-    """By bisection, the last sequence that begins at or before each token [n]; `STEPS` halvings
-    suffice for `count` sequences."""
-    found = tl.zeros_like(token)
+    """By bisection, the last sequence that begins at or before a token; `STEPS` halvings suffice
+    for `count` sequences."""
+    found = token * 0
     for i in tl.static_range(STEPS):
         next_one = found + (1 << (STEPS - 1 - i))
         begin = tl.load(starts + next_one, mask=next_one < count, other=0)
         found = tl.where((next_one < count) & (begin <= token), next_one, found)
     return found
+
+
+@triton.jit
+def following(token, starts, number, count):
+    """The sequence of a token that is in sequence `number` or behind it."""
+    while (number + 1 < count) & (tl.load(starts + number + 1).to(tl.int32) <= token):
+        number += 1
+    return number
 
 
 @triton.jit
@@ -34,6 +42,17 @@ def past(states, slot, used, channel, column, stride, channel_stride, inside):
 
 
 @triton.jit
+def taps_of(weight, channel, inside, channel_stride, tap_stride, WIDTH: tl.constexpr):
+    """The weights of a block of channels, a vector for each tap."""
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        at = weight + channel * channel_stride + tap * tap_stride
+        own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        taps = taps + (own,)  # type: ignore[assignment]  # noqa: RUF005
+    return taps
+
+
+@triton.jit
 def conv_tokens_kernel(
     x, weight, bias, states, starts, slots, has_initial_state, out, tokens, channels, count, length,
     x_token, x_channel, out_token, out_channel, weight_channel, weight_tap,
@@ -41,61 +60,63 @@ def conv_tokens_kernel(
     SILU: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of TOKENS tokens, in CHANNELS channels; 0 after the last sequence.
+    """Outputs of TOKENS tokens, one after the other, in CHANNELS channels; 0 after the last
+    sequence.
 
     starts: [count + 1], or None: sequences have `length` tokens. SIZE: columns of a state. SKIPPED:
     slot of padding sequences, whose inputs are returned unchanged; None: no padding.
     """
     row, part = row_and_part(PROGRAMS)
-    token = (row * TOKENS).to(tl.int32) + tl.arange(0, TOKENS)
-    channel = part * CHANNELS + tl.arange(0, CHANNELS)
-    if starts is None:
-        number = token // length
-        begin, end = number * length, count * length
-    else:
-        number = sequence_of(token, starts, count, STEPS)
-        begin, end = tl.load(starts + number), tl.load(starts + count)
-    known = token < tl.minimum(end, tokens)
-    slot = number if slots is None else tl.load(slots + number, mask=known, other=-1)
-    used = known & (slot >= 0)
-    if has_initial_state is None:
-        used = known & False
-    else:
-        used = used & tl.load(has_initial_state + number, mask=known, other=0).to(tl.int1)
-    inside = known[:, None] & (channel < channels)[None, :]
-    y = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
+    inside = part * CHANNELS + tl.arange(0, CHANNELS) < channels
+    # Offsets inside a program's block fit in 32 bits.
+    channel, before = tl.arange(0, CHANNELS), part.to(tl.int64) * CHANNELS
+    weight += before * weight_channel
+    weights = taps_of(weight, channel, inside, weight_channel, weight_tap, WIDTH)
+    shift = tl.zeros((CHANNELS,), tl.float32)
     if bias is not None:
-        y += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    # Offsets inside the tile fit in 32 bits.
-    x += row * TOKENS * x_token + part.to(tl.int64) * CHANNELS * x_channel
-    place = tl.arange(0, TOKENS)[:, None] * x_token + tl.arange(0, CHANNELS)[None, :] * x_channel
-    early = tl.min(tl.where(known, token - begin, WIDTH), 0) < WIDTH - 1
-    for tap in tl.static_range(WIDTH):
-        back = WIDTH - 1 - tap
-        source = token - back
-        value = tl.load(
-            x - back * x_token + place, mask=inside & (source >= begin)[:, None], other=0.0
-        ).to(tl.float32)
-        if states is not None and tap < WIDTH - 1:  # noqa: SIM102 - only `early` is known late
-            if early:
-                value += past(
-                    states, slot.to(tl.int64)[:, None], used[:, None],
-                    channel.to(tl.int64)[None, :], (SIZE + source - begin)[:, None],
-                    state_stride, state_channel, inside & (source < begin)[:, None],
-                )  # fmt: skip
-        at = weight + channel * weight_channel + tap * weight_tap
-        factor = tl.load(at, mask=channel < channels, other=0.0).to(tl.float32)
-        y += factor[None, :] * value
-    y = activated(y, SILU)
-    if SKIPPED is not None:
-        same = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        y = tl.where((slot == SKIPPED)[:, None], same, y)
-    y = tl.where(known[:, None], y, 0.0)
-    out += row * TOKENS * out_token + part.to(tl.int64) * CHANNELS * out_channel
-    place = tl.arange(0, TOKENS)[:, None] * out_token
-    place += tl.arange(0, CHANNELS)[None, :] * out_channel
-    written = (token < tokens)[:, None] & (channel < channels)[None, :]
-    tl.store(out + place, y.to(out.dtype.element_ty), mask=written)
+        shift += tl.load(bias + before + channel, mask=inside, other=0.0).to(tl.float32)
+    x += row * TOKENS * x_token + before * x_channel
+    out += row * TOKENS * out_token + before * out_channel
+    if states is not None:
+        states += before * state_channel
+    has_state: tl.constexpr = states is not None and has_initial_state is not None
+    first = (row * TOKENS).to(tl.int32)
+    all_end = count * length if starts is None else tl.load(starts + count).to(tl.int32)
+    number = first * 0 if starts is None else sequence_of(first, starts, count, STEPS)
+    for i in range(tl.minimum(TOKENS, tokens - first)):
+        token, y = first + i, shift
+        if token < all_end:
+            if starts is None:
+                number = token // length
+                begin = number * length
+            else:
+                number = following(token, starts, number, count)
+                begin = tl.load(starts + number).to(tl.int32)
+            slot = number.to(tl.int64)
+            if slots is not None:
+                slot = tl.load(slots + number).to(tl.int64)
+            for tap in tl.static_range(WIDTH):
+                back = WIDTH - 1 - tap
+                source = token - back
+                at = x + (i - back) * x_token + channel * x_channel
+                value = tl.load(at, mask=inside & (source >= begin), other=0.0).to(tl.float32)
+                if has_state and tap < WIDTH - 1:  # noqa: SIM102 - `source` is known late
+                    if source < begin:
+                        used = (slot >= 0) & tl.load(has_initial_state + number).to(tl.int1)
+                        value += past(
+                            states, slot, used, channel, SIZE + source - begin, state_stride,
+                            state_channel, inside,
+                        )  # fmt: skip
+                y += weights[tap] * value
+            y = activated(y, SILU)
+            if SKIPPED is not None:
+                at = x + i * x_token + channel * x_channel
+                same = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+                y = tl.where(slot == SKIPPED, same, y)
+        else:
+            y = tl.zeros((CHANNELS,), tl.float32)
+        at = out + i * out_token + channel * out_channel
+        tl.store(at, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
