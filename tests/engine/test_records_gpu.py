@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,8 +19,9 @@ from cairn.distributed.rendezvous import group_of, hold_store
 from cairn.engine import build as module
 from cairn.engine.build import Built
 from cairn.models.registry import load_spec
+from cairn.types import KvTransferParams
 from tests.engine import test_host_cache, test_transfer
-from tests.engine.harness import assert_same, greedy, run, text
+from tests.engine.harness import assert_same, greedy, run, text, trace
 from tests.engine.test_families import FAMILIES, build
 from tests.engine.test_transfer import LANDMARKS, prefilled, serve, settled
 from tests.support import shows
@@ -88,6 +93,35 @@ def test_pages_of_another_engine_on_the_same_gpu(family: str) -> None:
     assert got.cached == warm.cached == 4 * per_page
     assert got.tokens == warm.tokens and np.array_equal(got.logprobs, warm.logprobs)
     settled(first)
+    settled(second)
+
+
+PREFILLS = """
+import json, sys
+import msgspec
+from tests.engine.test_records_gpu import CUDA, LANDMARKS
+from tests.engine.test_transfer import STAGED, prefilled, prefilling
+first = prefilling(LANDMARKS, **STAGED, **CUDA)
+for line in sys.stdin:
+    print(msgspec.json.encode(prefilled(first, json.loads(line))).decode(), flush=True)
+"""
+
+
+def test_pages_in_gpu_memory_of_another_process() -> None:
+    alone = made(LANDMARKS)
+    second = test_transfer.decoding(LANDMARKS, **test_transfer.STAGED, **CUDA)
+    per_page, vocab = alone.core.cache.slots.tokens_per_page, alone.spec.vocab_size
+    command = [sys.executable, "-c", PREFILLS]
+    with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as first:
+        assert first.stdin is not None and first.stdout is not None
+        for seed in (1, 2):
+            prompt = text(seed, 4 * per_page + 3, vocab)
+            print(json.dumps(prompt), file=first.stdin, flush=True)
+            given = msgspec.json.decode(first.stdout.readline(), type=KvTransferParams)
+            (done,) = serve(second, prompt, greedy(6), given)
+            assert done.request.cached == 4 * per_page
+            assert_same(trace(done, vocab), run(alone, [prompt], greedy(6))[0])
+        first.stdin.close()
     settled(second)
 
 
