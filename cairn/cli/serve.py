@@ -118,7 +118,7 @@ SERVER = (
     click.option(
         "--reasoning-parser",
         metavar="NAME",
-        help="Signs around what the model thinks, which is told as reasoning_content: auto, think "
+        help="Markers around the reasoning, which is reported as reasoning_content: auto, think "
         "(<think>), mistral, seed_oss, or none to leave it in the content.  [default: auto, by "
         "the chat template]",
     ),

@@ -142,7 +142,11 @@ def account(
 def _is_old_buffer(name: str, entry: TensorEntry) -> bool:
     """Whether a stored tensor is a table or a mask that older exports kept beside the weights, and
     that follows from the config."""
-    if re.search(r"(?:^|\.)rotary_emb\.(?:original_)?(?:inv_freq|cos_cached|sin_cached)$", name):
+    if re.search(
+        r"(?:^|\.)(?:rotary(?:_pos)?_emb|rope)\.(?:original_)?(?:inv_freq|freqs|cos_cached|sin_cached)$"
+        r"|(?:^|\.)position_ids$",
+        name,
+    ):
         return True
     if not re.search(r"(?:^|\.)(?:attn|self_attn|attention)\.(?:masked_)?bias$", name):
         return False

@@ -100,7 +100,7 @@ async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShap
 def _thinking(
     state: ServerState, asked: ChatRequest, prompt: Sequence[int], tokenizer: Tokenizer
 ) -> Thinking | None:
-    """How what the model thinks is told apart from what it answers."""
+    """How the reasoning is separated from the answer; None: not at all."""
     thought = choose_thought(state.options.reasoning_parser, tokenizer.chat_template)
     if thought is None or asked.separate_reasoning is False or asked.continue_final_message:
         return None
@@ -109,12 +109,12 @@ def _thinking(
 
 
 def _fixed(tools: ToolUse, thinking: Thinking | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Sampling parameters that follow from what is looked for in the output."""
-    signs = "" if tools.parser is None else FORMS[tools.parser].signs
+    """Sampling parameters that parsing of the output requires."""
+    markers = "" if tools.parser is None else FORMS[tools.parser].markers
     if thinking is not None:
-        signs += thinking.thought.begin + thinking.thought.end
-    hidden = any(name and name in signs for name in tokenizer.special_names)
-    # Signs that are special tokens would be missing in the text.
+        markers += thinking.thought.begin + thinking.thought.end
+    hidden = any(name and name in markers for name in tokenizer.special_names)
+    # Markers that are special tokens would be missing in the text.
     return {"skip_special_tokens": False} if hidden else {}
 
 
@@ -210,7 +210,7 @@ async def encode_chat(
 
 
 def _reasoning(effort: str, template: str) -> dict[str, Any]:
-    """What a template is told of the reasoning effort."""
+    """Variables of a template for the reasoning effort."""
     variables: dict[str, Any] = {}
     if re.search(r"\breasoning_effort\b", template):
         variables["reasoning_effort"] = effort

@@ -63,11 +63,11 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How what the model thinks is told apart.
+    """How reasoning is separated from the answer.
 
     Attributes:
-        thought: its signs.
-        begun: the prompt ends in one.
+        thought: its markers.
+        begun: the prompt ends inside of reasoning.
         shown: it is part of the answer.
     """
 
@@ -84,7 +84,7 @@ class ChatShape:
         asked: the request.
         prompt: its token ids.
         tools: what its tools come to.
-        thinking: how thoughts are told apart; None: not at all.
+        thinking: how reasoning is separated; None: not at all.
         tokenizer: spells tokens.
     """
 

@@ -30,7 +30,7 @@ MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-"""Byte order marks and the encodings that they tell."""
+"""Byte order marks and their encodings."""
 DEPTH_WINDOW = 1 << 20
 """Bytes whose nesting is counted at once."""
 
@@ -87,7 +87,7 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> R
 
 
 def _as_utf8(body: bytes) -> bytes:
-    """A body without its byte order mark, which also tells its encoding."""
+    """A body in UTF-8, without its byte order mark, which gives its encoding."""
     for mark, encoding in MARKS:
         if body.startswith(mark):
             try:

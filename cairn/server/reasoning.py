@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, apart from the answer."""
+"""Separates the reasoning of a model from its answer."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from cairn.server.tool_calls.base import overlap
 from cairn.types import Grammar
 
 TAIL = 16
-"""Tokens at the end of a prompt that show whether the model goes on thinking."""
+"""Tokens at the end of a prompt in which the opening marker of reasoning is looked for."""
 
 
 def is_open(thought: Thought, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether a prompt ends in a thought, which its answer goes on with."""
+    """Whether a prompt ends inside of reasoning, which the output continues."""
     text = "".join(tokenizer.token_text(token) for token in prompt[-TAIL:])
     return text.rstrip().endswith(thought.begin)
 
 
 class ThoughtReader:
-    """Splits a growing answer into what the model thought, which comes first, and the answer.
+    """Splits a growing output into the reasoning, which comes first, and the answer.
 
-    However the text is split, the pieces joined are the same. Line breaks beside the signs belong
-    to the markup.
+    However the text is split, the pieces joined are the same. Line breaks beside the markers
+    belong to the markup.
 
     Args:
-        thought: its signs.
-        begun: the prompt has begun the thought.
+        thought: its markers.
+        begun: the prompt ends inside of reasoning.
     """
 
     def __init__(self, thought: Thought, begun: bool) -> None:
@@ -42,7 +42,7 @@ class ThoughtReader:
         """Line breaks at the beginning of what follows are not shown."""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Take more text; returns what is settled by now: thought and answer."""
+        """Take more text; returns what is certain by now: reasoning and answer."""
         self._held += text
         if self._over:
             return "", self._answer()
@@ -99,11 +99,11 @@ def _rules(text: str) -> str:
 def behind_thought(
     grammar: Grammar, thought: Thought, special: Mapping[str, int]
 ) -> Grammar | None:
-    """A grammar for an output that goes on with a thought and then follows `grammar`.
+    """A grammar for an output that continues reasoning and then follows `grammar`.
 
     Args:
         grammar: of the answer.
-        thought: the signs around the thought.
+        thought: the markers around the reasoning.
         special: special tokens of the tokenizer, name -> id.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The signs that models put around what they think before they answer."""
+"""The markers that models put around their reasoning."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """The signs around what a model thinks."""
+    """The markers around a model's reasoning."""
 
     begin: str
     end: str
 
 
 THINK = Thought("<think>", "</think>")
-SIGNS = {
+MARKERS = {
     "think": THINK,
     "mistral": Thought("[THINK]", "[/THINK]"),
     "seed_oss": Thought("<seed:think>", "</seed:think>"),
 }
 NAMES = {
-    **{name: name for name in SIGNS},
+    **{name: name for name in MARKERS},
     **dict.fromkeys(
         ("deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3", "glm45", "qwen3"), "think"
     ),
 }
-"""Names that an operator may give, vLLM's and SGLang's among them -> a key of SIGNS."""
+"""Names that an operator may give, vLLM's and SGLang's among them -> a key of MARKERS."""
 
 
 def choose_thought(name: str, chat_template: str | None) -> Thought | None:
-    """The signs of a model's thoughts; None: what it thinks is not looked for.
+    """The markers of a model's reasoning; None: it is not separated from the answer.
 
     Args:
         name: one of NAMES; "auto": by the chat template; "none".
@@ -40,8 +40,8 @@ def choose_thought(name: str, chat_template: str | None) -> Thought | None:
     if name == NONE:
         return None
     if name != AUTO:
-        return SIGNS[NAMES[name]]
-    for thought in SIGNS.values():
+        return MARKERS[NAMES[name]]
+    for thought in MARKERS.values():
         if chat_template is not None and thought.end in chat_template:
             return thought
     return None

@@ -56,7 +56,7 @@ def tool_grammar(
         several: with "required", more calls may follow the first. The model must be able to end
             its output then.
         answer: a JSON schema (a parsed one) that the output may follow instead.
-        special: special tokens of the tokenizer, name -> id; the form's signs may be some.
+        special: special tokens of the tokenizer, name -> id; the form's markers may be some.
 
     Returns:
         None where no call is asked for.
@@ -104,7 +104,7 @@ def strict_grammar(
         special: as in `tool_grammar`.
 
     Returns:
-        None for a form that has no sign of its own at which a grammar could begin: `strict` has no
+        None for a form without an opening marker at which a grammar could begin: `strict` has no
         effect then.
     """
     functions = [tool["function"] for tool in tools]
@@ -175,8 +175,8 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call in Llama 3's form as a JSON schema: beside an answer in JSON, whose signs its lexer
-    would not tell from those of a call that is written in literals."""
+    """A call in Llama 3's form as a JSON schema. Beside an answer in JSON the grammar's lexer could
+    not separate literals of a call from the answer's."""
     arguments = prepared(arguments_schema(function))
     # References in it are meant from its own root.
     arguments.setdefault("$id", "urn:arguments")

@@ -1,8 +1,8 @@
 """Parser of tool calls in model output.
 
-A call is told from where it is clear that it is one: a known form, the name of a tool, and
-arguments that have begun. What looks like a call and is none stays text, to the last character.
-White space beside a call belongs to its markup.
+A call is emitted as soon as it is certain: the markup of a known form, the name of a tool and the
+beginning of its arguments have been generated. Text that only resembles a call is emitted unchanged
+as text. White space around a call is part of its markup.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ class ToolParser:
         self._calls = 0
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text; returns what is settled by now."""
-        return self._told(self._reader.feed(text))
+        """Take more text; returns the pieces that are certain by now."""
+        return self._pieces(self._reader.feed(text))
 
     def close(self, complete: bool = True) -> list[Piece]:
         """The rest, when no text follows; `complete`: the model ended it, it was not cut off."""
-        return self._told(self._reader.close(complete))
+        return self._pieces(self._reader.close(complete))
 
     def cut(self) -> list[Piece]:
         """The rest of an output that is calls alone and was cut off: a call with the arguments that
@@ -123,9 +123,9 @@ class ToolParser:
         rest = "".join(piece.text for piece in closed if isinstance(piece, Text))
         pieces: list[Piece] = [piece for piece in closed if not isinstance(piece, Text)]
         begun = begun_call(rest)
-        return pieces if begun is None else pieces + self._told(whole(begun))
+        return pieces if begun is None else pieces + self._pieces(whole(begun))
 
-    def _told(self, found: Iterable[Found]) -> list[Piece]:
+    def _pieces(self, found: Iterable[Found]) -> list[Piece]:
         pieces: list[Piece] = []
         for part in found:
             if isinstance(part, Begin):

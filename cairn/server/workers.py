@@ -139,7 +139,7 @@ class WorkerPool:
             self._drop(worker)
             raise CairnError(
                 f"the worker process {self._module} cannot be started",
-                f"It may need more than the {self._memory} bytes that it gets",
+                f"It gets {self._memory} bytes and {START_SECONDS:g} seconds for its start",
             ) from None
         return worker
 

@@ -94,7 +94,7 @@ class HiddenThinkingBlock(History, tag_field="type", tag="redacted_thinking"):
 
 
 class SystemTurn(History, tag_field="role", tag="system"):
-    """What the assistant is told by whoever runs it."""
+    """Instructions of the operator."""
 
     content: str | list[SystemBlock]
 
@@ -176,8 +176,8 @@ class OutputConfig(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model thinks before it answers: "disabled" is told a template that can ask it not
-    to; otherwise it thinks as its template says."""
+    """Whether the model reasons before it answers: "disabled" is passed to a template that has a
+    variable for it; otherwise the template decides."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, no_effect("max_tokens bounds thoughts and answer")] = None

@@ -123,8 +123,8 @@ class ReasoningOptions(Fields):
     """Reasoning effort; see ChatRequest.reasoning_effort."""
 
     effort: Text | None = None
-    summary: Annotated[str | None, no_effect("thoughts are told as they are")] = None
-    generate_summary: Annotated[str | None, no_effect("thoughts are told as they are")] = None
+    summary: Annotated[str | None, no_effect("reasoning is reported in full")] = None
+    generate_summary: Annotated[str | None, no_effect("reasoning is reported in full")] = None
 
 
 class ResponsesRequest(Fields, kw_only=True):

@@ -58,7 +58,7 @@ class Reader(ABC):
         self._held = ""
         """What may still become a call."""
         self._called = False
-        """A call was the last that was told: white space behind it is not shown."""
+        """What was emitted last is a call: white space behind it is not shown."""
 
     @abstractmethod
     def feed(self, text: str) -> Iterator[Found]:
@@ -133,7 +133,7 @@ class JsonEnd:
 
 
 class WrittenArguments:
-    """The arguments of a call, a JSON object, told while they are written.
+    """The arguments of a call, a JSON object, emitted while they are generated.
 
     Args:
         tags: as in JsonEnd.
@@ -141,29 +141,29 @@ class WrittenArguments:
 
     def __init__(self, *tags: str) -> None:
         self._end = JsonEnd(*tags, depth=0)
-        self._told = 0
+        self._emitted = 0
 
     def take(self, held: str) -> tuple[Arguments | None, int | None]:
         """What is new in `held`, which begins with the object, and where the object ends."""
         end = self._end.find(held)
         upto = self._end.inside(held) if end is None else end
-        new = held[self._told : upto]
-        self._told = max(self._told, upto)
+        new = held[self._emitted : upto]
+        self._emitted = max(self._emitted, upto)
         return (Arguments(new) if new else None), end
 
 
 class WrittenCall:
-    """A call as JSON, told while it is written: its arguments, then the rest of its object.
+    """A call as JSON, emitted while it is generated: its arguments, then the rest of its object.
 
     Args:
         tags: as in JsonEnd.
 
     Attributes:
-        told: the arguments are whole.
+        complete: the arguments are whole.
     """
 
     def __init__(self, *tags: str) -> None:
-        self.told = False
+        self.complete = False
         self._arguments = WrittenArguments(*tags)
         self._rest = JsonEnd(*tags, depth=1)
         self._begin = 0
@@ -171,17 +171,17 @@ class WrittenCall:
     def take(self, held: str) -> tuple[list[Found], int | None]:
         """What is new in `held`, which begins with the arguments, and where the object ends."""
         found: list[Found] = []
-        if not self.told:
+        if not self.complete:
             new, end = self._arguments.take(held)
             found += [] if new is None else [new]
             if end is None:
                 return found, None
-            self.told, self._begin = True, end
+            self.complete, self._begin = True, end
         end = self._rest.find(held, self._begin)
         if end is not None and (
             more := _other_arguments(held[: self._begin], held[self._begin : end])
         ):
-            # They do not vanish: what was told is no JSON any more.
+            # They are emitted too, although all arguments together are then no valid JSON.
             found.append(Arguments(more))
         return found, end
 

@@ -11,7 +11,7 @@ from functools import partial
 from cairn.server.tool_calls.base import Reader, Tools
 from cairn.server.tool_calls.hermes import CLOSE_TAG, OPEN_TAG, Hermes
 from cairn.server.tool_calls.llama3 import PYTHON_TAG, Llama3
-from cairn.server.tool_calls.marked import Named, ParameterSigns, Signs, Tagged
+from cairn.server.tool_calls.marked import Markers, Named, ParameterMarkers, Tagged
 from cairn.server.tool_calls.pythonic import Pythonic
 
 JSON, PARAMETERS, KEYWORDS = "json", "parameters", "keywords"
@@ -28,8 +28,8 @@ class Form:
         head, tail: what stands around the arguments of a call; `{}` is the function's name, `{!}`
             the same as a JSON string.
         begin, between, end: what stands before, between and behind all calls.
-        opening: the first part of `begin` and `head` that no text holds; empty: a call is not told
-            from the beginning of a text.
+        opening: the first part of `begin` and `head` that no text holds; empty: a call
+            cannot be recognised at its beginning.
         arguments: how they are written: JSON, PARAMETERS in tags, or KEYWORDS of Python.
         aliases: other names, SGLang's among them.
     """
@@ -51,7 +51,7 @@ class Form:
         return self.head.replace("{!}", json.dumps(function)).replace("{}", function)
 
     @property
-    def signs(self) -> str:
+    def markers(self) -> str:
         """All markup of a call."""
         return self.begin + self.head + self.tail + self.end
 
@@ -61,11 +61,11 @@ class Form:
 
 
 FUNCTION = r"([a-zA-Z0-9_.-]{1,64})"
-MISTRAL_SIGNS = Signs(
+MISTRAL_MARKERS = Markers(
     "[TOOL_CALLS]",
     re.compile(rf"\s*{FUNCTION}(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{{)"),
 )
-DEEPSEEK_SIGNS = Signs(
+DEEPSEEK_MARKERS = Markers(
     begin="<｜tool▁call▁begin｜>",
     head=re.compile(
         rf"\s*(?:function\s*<｜tool▁sep｜>)?{FUNCTION}\s*(?:<｜tool▁sep｜>)?\s*(?:```json)?\s*(?=\{{)"
@@ -74,17 +74,17 @@ DEEPSEEK_SIGNS = Signs(
     before="<｜tool▁calls▁begin｜>",
     after="<｜tool▁calls▁end｜>",
 )
-CODER_SIGNS = Signs(
+CODER_MARKERS = Markers(
     begin="<function=",
     head=re.compile(rf"{FUNCTION}>"),
     end="</function>",
     before=OPEN_TAG,
     after=CLOSE_TAG,
 )
-CODER_PARAMETER = ParameterSigns(
+CODER_PARAMETER = ParameterMarkers(
     "<parameter=", re.compile(r"<parameter=([^>\n]+)>"), "</parameter>"
 )
-DSML_PARAMETER = ParameterSigns(
+DSML_PARAMETER = ParameterMarkers(
     "<｜DSML｜parameter name=",
     re.compile(r'<｜DSML｜parameter name="([^"\n]+)"(?:\s+string="(?P<string>true|false)")?\s*>'),
     "</｜DSML｜parameter>",
@@ -96,13 +96,13 @@ def _dsml(name: str, block: str, alias: str) -> Form:
     before, after = f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"
     begin = "<｜DSML｜invoke name="
     head = re.compile(rf'"{FUNCTION}"\s*>')
-    signs = Signs(begin, head, "</｜DSML｜invoke>", before, after)
+    markers = Markers(begin, head, "</｜DSML｜invoke>", before, after)
     return Form(
         name,
-        partial(Tagged, signs=signs, parameter=DSML_PARAMETER),
+        partial(Tagged, markers=markers, parameter=DSML_PARAMETER),
         re.compile(before),
         head=f'{begin}"{{}}">\n',
-        # No two signs that may follow share their first character: the grammar's lexer is greedy.
+        # No two markers that may follow share their first character: the grammar's lexer is greedy.
         tail="</｜DSML｜invoke>\n",
         begin=f"{before}\n",
         end=after,
@@ -115,7 +115,7 @@ def _dsml(name: str, block: str, alias: str) -> Form:
 ALL = (
     Form(
         "qwen3_coder",
-        partial(Tagged, signs=CODER_SIGNS, parameter=CODER_PARAMETER),
+        partial(Tagged, markers=CODER_MARKERS, parameter=CODER_PARAMETER),
         re.compile(r"<function="),
         head=f"{OPEN_TAG}\n<function={{}}>\n",
         tail=f"</function>\n{CLOSE_TAG}",
@@ -136,7 +136,7 @@ ALL = (
     ),
     Form(
         "mistral",
-        partial(Named, signs=MISTRAL_SIGNS),
+        partial(Named, markers=MISTRAL_MARKERS),
         re.compile(r"\[ARGS\]"),
         head="[TOOL_CALLS]{}[ARGS]",
         tail="",
@@ -144,7 +144,7 @@ ALL = (
     ),
     Form(
         "mistral_list",
-        partial(Named, signs=MISTRAL_SIGNS),
+        partial(Named, markers=MISTRAL_MARKERS),
         re.compile(r"\[TOOL_CALLS\]"),
         head='{"name": {!}, "arguments": ',
         tail="}",
@@ -157,7 +157,7 @@ ALL = (
     _dsml("deepseek_v32", "function_calls", "deepseekv32"),
     Form(
         "deepseek_v3",
-        partial(Named, signs=DEEPSEEK_SIGNS),
+        partial(Named, markers=DEEPSEEK_MARKERS),
         re.compile("(?s)<｜tool▁call▁begin｜>.*```json"),
         head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n",
         tail="\n```<｜tool▁call▁end｜>",
@@ -169,7 +169,7 @@ ALL = (
     ),
     Form(
         "deepseek_v31",
-        partial(Named, signs=DEEPSEEK_SIGNS),
+        partial(Named, markers=DEEPSEEK_MARKERS),
         re.compile("<｜tool▁call▁begin｜>"),
         head="<｜tool▁call▁begin｜>{}<｜tool▁sep｜>",
         tail="<｜tool▁call▁end｜>",

@@ -25,7 +25,7 @@ CLOSE_TAG = "</tool_call>"
 class Hermes(Reader):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere and several times.
 
-    Arguments are told while they are written, once it is clear that they are some. The closing tag
+    Arguments are emitted while they are generated, once the first one has begun. The closing tag
     may be missing before the next opening one and at the end of a complete text: models end their
     turn instead of writing it.
     """
@@ -91,7 +91,7 @@ class Hermes(Reader):
     def close(self, complete: bool) -> Iterator[Found]:
         """See Reader."""
         if self._call is not None or self._ending:
-            if complete or self._call is None or self._call.told:
+            if complete or self._call is None or self._call.complete:
                 yield End()
             return
         while self._object is not None:
@@ -104,7 +104,7 @@ class Hermes(Reader):
         self._held = ""
 
     def _decide(self, inside: str, rest: str) -> Iterator[Found]:
-        """Tell the calls inside a tag and go on with the rest; without any the tag is text."""
+        """Emit the calls inside a tag and continue behind it; without any the tag is text."""
         calls = read_unclosed_calls(inside, self._tools)
         self._object = None
         if calls is None:

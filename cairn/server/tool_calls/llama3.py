@@ -101,7 +101,7 @@ class Llama3(Reader):
     def close(self, complete: bool) -> Iterator[Found]:
         """See Reader."""
         if self._call is not None:
-            if complete or self._call.told:
+            if complete or self._call.complete:
                 yield End()
             return
         if complete and self._object is not None:

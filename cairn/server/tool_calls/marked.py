@@ -1,4 +1,4 @@
-"""Calls behind signs of their own, with the function's name outside of the arguments."""
+"""Calls between markers, with the function's name outside of the arguments."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from cairn.server.tool_calls.json_calls import SPACE, read_calls, read_unclosed_
 from cairn.server.tool_calls.values import PLAIN, json_value, kinds_of
 
 LONGEST_HEAD = 256
-"""Characters between the sign of a call and its arguments."""
+"""Characters between the marker of a call and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class Signs:
+class Markers:
     """The markup of a form.
 
     Attributes:
@@ -47,16 +47,16 @@ class Signs:
 
 
 class Marked(Reader):
-    """Calls that begin with a sign, anywhere in a text.
+    """Calls that begin with a marker, anywhere in a text.
 
     Args:
         tools: see Reader.
-        signs: of the form.
+        markers: of the form.
     """
 
-    def __init__(self, tools: Tools | None, signs: Signs) -> None:
+    def __init__(self, tools: Tools | None, markers: Markers) -> None:
         super().__init__(tools)
-        self._signs = signs
+        self._markers = markers
         self._step: Callable[[], Steps] = self._outside
 
     def feed(self, text: str) -> Iterator[Found]:
@@ -75,8 +75,8 @@ class Marked(Reader):
 
     def _outside(self) -> Steps:
         """In the text; every step returns whether there may be another one."""
-        signs = self._signs
-        starts = [tag for tag in (signs.before, signs.begin) if tag]
+        markers = self._markers
+        starts = [tag for tag in (markers.before, markers.begin) if tag]
         found = [at for tag in starts if (at := self._held.find(tag)) >= 0]
         if not found:
             yield self._settled(len(self._held) - ending(self._held, starts))
@@ -84,16 +84,16 @@ class Marked(Reader):
         at = min(found)
         yield self._settled(at)
         rest = self._held.lstrip(SPACE)
-        inner = rest.removeprefix(signs.before).lstrip(SPACE) if signs.before else rest
-        if inner.startswith(signs.begin):
-            return (yield from self._at_head(inner[len(signs.begin) :]))
-        if signs.begin.startswith(inner):
+        inner = rest.removeprefix(markers.before).lstrip(SPACE) if markers.before else rest
+        if inner.startswith(markers.begin):
+            return (yield from self._at_head(inner[len(markers.begin) :]))
+        if markers.begin.startswith(inner):
             return False
         yield from self._no_call()
         return True
 
     def _at_head(self, rest: str) -> Steps:
-        head = self._signs.head.match(rest[:LONGEST_HEAD])
+        head = self._markers.head.match(rest[:LONGEST_HEAD])
         if head is None:
             if (yield from self._other_head(rest)):
                 return True
@@ -110,7 +110,7 @@ class Marked(Reader):
         return True
 
     def _other_head(self, rest: str) -> Steps:
-        """Look for another form of a call behind its sign."""
+        """Look for another form of a call behind its marker."""
         yield from ()
         return False
 
@@ -126,7 +126,7 @@ class Marked(Reader):
 
     def _behind(self) -> Steps:
         """Behind a call, where the markup around calls may end."""
-        after = self._signs.after
+        after = self._markers.after
         rest = self._held.lstrip(SPACE)
         if after and rest != after and after.startswith(rest):
             return False
@@ -151,13 +151,13 @@ class Named(Marked):
     Mistral's older list of objects, `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, is read too.
     """
 
-    def __init__(self, tools: Tools | None, signs: Signs) -> None:
-        super().__init__(tools, signs)
+    def __init__(self, tools: Tools | None, markers: Markers) -> None:
+        super().__init__(tools, markers)
         self._arguments = WrittenArguments()
         self._list = JsonEnd(depth=0)
 
     def _begin_call(self, name: str) -> None:
-        tags = [tag for tag in (self._signs.begin, self._signs.end, self._signs.after) if tag]
+        tags = [tag for tag in (self._markers.begin, self._markers.end, self._markers.after) if tag]
         self._arguments = WrittenArguments(*tags)
         self._step = self._in_arguments
 
@@ -172,7 +172,7 @@ class Named(Marked):
         return True
 
     def _in_tail(self) -> Steps:
-        end = self._signs.end
+        end = self._markers.end
         # DeepSeek puts the arguments in a block of Markdown.
         rest = self._held.lstrip(SPACE + "`}") if end else self._held
         if end and rest != end and end.startswith(rest):
@@ -196,7 +196,7 @@ class Named(Marked):
             return False
         calls = read_calls(self._held[:end], self._tools)
         if calls is None:
-            yield self._text(self._signs.begin + self._held[:end])
+            yield self._text(self._markers.begin + self._held[:end])
         for call in calls or ():
             yield from whole(call)
         self._held, self._called = self._held[end:], bool(calls)
@@ -209,13 +209,13 @@ class Named(Marked):
             for call in calls or ():
                 yield from whole(call)
             if calls is None:
-                yield self._text(self._signs.begin + self._held)
+                yield self._text(self._markers.begin + self._held)
         elif self._step == self._in_tail or (complete and self._step == self._in_arguments):
             yield End()
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterSigns:
+class ParameterMarkers:
     """The markup of a parameter.
 
     Attributes:
@@ -236,8 +236,8 @@ class Tagged(Marked):
     A value is written as plain text where the tool's schema says that it is a string, else as JSON.
     """
 
-    def __init__(self, tools: Tools | None, signs: Signs, parameter: ParameterSigns) -> None:
-        super().__init__(tools, signs)
+    def __init__(self, tools: Tools | None, markers: Markers, parameter: ParameterMarkers) -> None:
+        super().__init__(tools, markers)
         self._parameter = parameter
         self._name = self._key = ""
         self._first = True
@@ -249,7 +249,7 @@ class Tagged(Marked):
 
     def _in_call(self) -> Steps:
         """Between two parameters."""
-        parameter, end = self._parameter, self._signs.end
+        parameter, end = self._parameter, self._markers.end
         rest = self._held.lstrip(SPACE)
         if rest.startswith(end):
             self._held = rest[len(end) :]

@@ -18,7 +18,7 @@ NAMES = {"true": True, "false": False, "null": None}
 
 class Pythonic(Reader):
     """An answer that is nothing but `[f(a=1), g(b="x")]`, maybe between `<|python_start|>` and
-    `<|python_end|>`; a call is told when its bracket closes."""
+    `<|python_end|>`; a call is emitted when its bracket closes."""
 
     _BEGUN = re.compile(r"[ \t\r\n]*([A-Za-z_][\w.-]*)[ \t]*\(")
     _BEGUN_PARTLY = re.compile(r"[ \t\r\n]*(?:[A-Za-z_][\w.-]*[ \t]*)?\Z")
