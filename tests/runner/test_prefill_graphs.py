@@ -416,16 +416,18 @@ def test_a_device_without_memory_for_graphs_serves_without():
     plain = engine("qwen_gqa4_prior_lora_inrange", disable_cuda_graph=True, **options)
     prompts, params = [text(5, 700), text(6, 300)], greedy(6)
     wanted = run(plain, prompts, params)
-    refused = graphs.runner.prefill_graphs
+    refused, decoding = graphs.runner.prefill_graphs, graphs.runner.graphs
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         for kind in refused.kinds():
             refused.prepare(kind)
+        for kind in decoding.kinds():
+            decoding._graph(kind)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert refused._too_large == set(refused.kinds())
+    assert refused._too_large == set(refused.kinds()) and decoding._too_large
     for _ in range(3):
         for one, other in zip(run(graphs, prompts, params), wanted, strict=True):
             assert_same(one, other)
