@@ -61,10 +61,11 @@ if torch.cuda.is_available():
                 assert not len(left), f"counters {left[:4].tolist()} are not 0"
 
 
-def pytest_collection() -> None:
-    """The second of two workers imports the tests' modules from the last to the first. Where no
-    bytecode is kept each then compiles a half, and loads what the other has compiled."""
-    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
+def pytest_collection(session: pytest.Session) -> None:
+    """Of the whole suite the second of two workers imports the modules from the last to the first.
+    Where no bytecode is kept each then compiles a half, and loads what the other has compiled."""
+    whole = session.config.args_source == pytest.Config.ArgsSource.TESTPATHS
+    if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
         folder = Path(__file__).parent
         for path in sorted(folder.rglob("test_*.py"), reverse=True):
             name = path.relative_to(folder.parent).with_suffix("").as_posix().replace("/", ".")

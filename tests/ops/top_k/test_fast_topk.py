@@ -86,10 +86,23 @@ def test_long_rows_pass_several_levels(device: str) -> None:
         assert fast_topk_v2.using(name)(*given, 3000).tolist() == wanted, name
 
 
+KINDS = ["random", "ties", "constant", "few", "run", "ascending"]
+WRONG = {"too high": -2.0, "too low": 100.0}
+"""Bounds that a sample can give: they matter for random rows as for others, which are slow."""
+
+
 @pytest.mark.parametrize(
-    "sure", [SELECT_K_TUNING.sure, -2.0, 100.0], ids=["sure", "too high", "too low"]
+    ("kind", "sure"),
+    [
+        *(pytest.param(kind, SELECT_K_TUNING.sure, id=f"{kind}-sure") for kind in KINDS),
+        *(pytest.param("random", sure, id=f"random-{name}") for name, sure in WRONG.items()),
+        *(
+            pytest.param(kind, sure, id=f"{kind}-{name}", marks=pytest.mark.slow)
+            for kind in KINDS[1:]
+            for name, sure in WRONG.items()
+        ),
+    ],
 )
-@pytest.mark.parametrize("kind", ["random", "ties", "constant", "few", "run", "ascending"])
 def test_long_rows_whatever_their_sample_says(
     kind: str, sure: float, device: str, tuned: Tuned
 ) -> None:

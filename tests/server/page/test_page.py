@@ -244,14 +244,14 @@ CONTRAST = """(pairs) => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_is_readable_in_both_schemes(ready, scheme):
+def test_text_is_readable_in_both_schemes(ready):
     tab = ready()
-    tab.emulate_media(color_scheme=scheme)
     grounds = ("--bg", "--surface")
     pairs = [(ink, bg) for ink in ("--ink", "--muted", "--good", "--bad") for bg in grounds]
     pairs += [("--on-accent", "--accent"), ("--ink", "--lit")]
-    assert min(tab.evaluate(CONTRAST, pairs)) >= 4.5
+    for scheme in ("light", "dark"):
+        tab.emulate_media(color_scheme=scheme)
+        assert min(tab.evaluate(CONTRAST, pairs)) >= 4.5, scheme
 
 
 def test_every_control_has_a_name_and_the_keyboard_reaches_it(ready, script):
