@@ -1,9 +1,9 @@
 """The interface of attention backends.
 
-A backend is bound to the cache pools once. `needs` says what a layer keeps, `plan` runs once a step
-and holds all that the backend derives from it, `run` runs once a layer: it writes what the step
-adds to the cache, then every query masks by its own slot, so a decode token, a landmark and a
-prefill chunk go through the same call.
+A backend is bound to the cache pools once. `needs` declares the cache fields of a layer; `plan`
+runs once per step and computes the backend's metadata; `run` runs once per layer: it writes the
+step's keys and values to the cache, then every query masks by its own slot, so a decode token, a
+landmark and a prefill chunk go through the same call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayerReads:
         layer: index of the layer.
         pages: [W, h_kv, K] int32 logical pages, -1 where none is selected.
         weights: [W, h_q, K] float32, their shares; 0 where none is selected.
-        window: [W, h_q] float32, the window's share.
+        window: [W, h_q] float32, the window's share of the softmax.
     """
 
     layer: int
@@ -50,7 +50,7 @@ class StepPlan:
     Attributes:
         batch: the step.
         cuts: how its slots are cut into parts.
-        rows: what the host knows of its rows; None inside a graph.
+        rows: its rows as known on the host; None inside a graph.
         stretches: the same for ops, see `StepRows`.
         reads: what the watched queries read, one entry a layer that selects.
     """
@@ -71,11 +71,11 @@ class StepPlan:
 
 
 class AttentionBackend(ABC):
-    """One way to attend. `run` may not allocate memory that grows with the context.
+    """Base class of attention backends. `run` may not allocate memory that grows with the context.
 
     Args:
         pools: the cache.
-        layers: layer index -> spec of its mixer, of the layers that it computes.
+        layers: layer index -> spec of its mixer, for the layers that the backend computes.
     """
 
     name: ClassVar[str]
@@ -90,21 +90,21 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def needs(cls, spec: Any, form: PageFormat) -> LayerSchema:
-        """What a layer keeps.
+        """The cache fields of a layer.
 
         Args:
             spec: of the layer's mixer.
-            form: how pages are stored.
+            form: storage format of pages.
         """
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> StepPlan:
-        """Derive what `run` needs of a step, without a synchronisation of the device."""
+        """Compute the metadata that `run` needs, without a device synchronisation."""
         stretches = None if rows is None else rows.stretches
         return StepPlan(batch, cuts, rows, stretches)
 
     @abstractmethod
     def run(self, layer: int, inputs: Any, plan: Any) -> Tensor:
-        """Write what the step adds to the layer's cache, then attend.
+        """Write the step's keys and values to the layer's cache, then attend.
 
         Args:
             layer: its number.
@@ -113,14 +113,15 @@ class AttentionBackend(ABC):
         """
 
     def settle(self, layer: int, plan: Any, counts: Tensor) -> None:  # noqa: B027 - pages need none
-        """Called after a step with guesses, when it is known which were right. On return the
-        cache must hold nothing of a wrong guess that a later step would read before it writes.
+        """Called after a step with draft tokens (guesses), once they are verified. On return the
+        cache must not contain anything of a rejected draft token that a later step would read
+        before it writes.
 
         Args:
             layer: its number.
             plan: from `plan`, of this step.
-            counts: [rows + 1] int64, by number of the row, how many of its tokens count: of a row
-                with guesses at least the first, which is no guess.
+            counts: [rows + 1] int64, by row, its accepted tokens: of a row with guesses at least
+                the first, which is not a guess.
         """
 
     def fronts(self) -> tuple[Front, ...]:
@@ -134,10 +135,10 @@ class AttentionBackend(ABC):
 
 
 class GqaBackend(AttentionBackend):
-    """A backend of layers that keep keys and values by head."""
+    """Base class of backends of layers whose cache has keys and values by head."""
 
     def written(self, layer: int) -> tuple[str, str]:
-        """Fields to which a step's keys and values go."""
+        """Cache fields to which a step's keys and values are written."""
         return "k", "v"
 
     @classmethod
@@ -146,16 +147,16 @@ class GqaBackend(AttentionBackend):
         return LayerSchema(form.keys_and_values(spec.num_kv_heads, spec.head_dim))
 
     def place(self, layer: int, plan: StepPlan) -> PagePlace:
-        """Page table and locations of what a step writes of a layer."""
+        """Page table and locations of a layer's slots of the step."""
         return plan.batch.places[self.pools.schema.group_of[layer][self.written(layer)[0]]]
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Where a step's keys and values go, each [pages, h_kv, S, d]."""
+        """The caches to which a step's keys and values are written, each [pages, h_kv, S, d]."""
         k, v = self.written(layer)
         return self.pools.pages[layer][k], self.pools.pages[layer][v]
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where the cache holds keys and values as they are."""
+        """See the base; for caches that are not quantised."""
         k_cache, v_cache = self.caches(layer)
         if not k_cache.dtype.is_floating_point:
             return None

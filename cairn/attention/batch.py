@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 
 
 class PagePlace(NamedTuple):
-    """Where the layers of one page group keep the step's slots.
+    """Cache locations of the step's slots in the layers of one page group.
 
     Attributes:
         page_table: [rows, max_pages] int32, physical page of each logical page. Of a group of
@@ -27,11 +27,11 @@ class PagePlace(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """Embeddings that stand in the places of placeholder tokens.
+    """Embeddings that replace those of placeholder tokens.
 
     Attributes:
         places: [M] int64, their indices in the batch.
-        rows: [M, hidden], what stands there.
+        rows: [M, hidden], the embeddings.
     """
 
     places: Tensor
@@ -52,8 +52,8 @@ class Batch:
         completed_pages: [N] int64, the physical pages (of the first group) that those slots
             complete; negative: padding.
         max_slot: largest slot of the step, or an upper bound that the host knows.
-        watch: [W] int64, indices of the queries whose reads are wanted; None: nobody asks.
-        inserted: embeddings of an encoder; None: all are those of tokens.
+        watch: [W] int64, indices of the queries whose reads are reported; None: none.
+        inserted: embeddings of an encoder; None: all inputs are tokens.
         guesses: in a graph, most guesses of a row; `AttentionBackend.settle` is told there which of
             them count. 0: no row has any.
     """
@@ -73,12 +73,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step as the host knows them: those that decode, then those of chunks.
+    """The rows of a step as known on the host: those that decode, then those of chunks.
 
     Attributes:
         row, first, count: [R], each row's number, first slot and number of slots.
-        slot: [T], all slots.
-        decoding: rows in front that decode.
+        slot: [T], the slots of all rows.
+        decoding: number of rows that decode, which come first.
         drafts: [R], how many of each row's last tokens are guesses; None: none are.
     """
 

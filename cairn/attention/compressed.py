@@ -1,9 +1,9 @@
-"""Attention over the records of a window and over entries, each of which stands for m tokens.
+"""Attention over the records of a window and over compressed entries, one for every m tokens.
 
-Records, and the inputs that entries are computed from, are kept for the tokens that a window
-reaches; entries and their index keys for the whole sequence. An entry is computed from the stored
+The cache has records, and the inputs that entries are computed from, for the tokens within a
+window; entries and their index keys for the whole sequence. An entry is computed from the stored
 inputs of its tokens when the last of them runs. So it does not depend on how a prompt was divided
-into chunks, and what a rejected guess wrote is overwritten before it is read.
+into chunks, and the writes of a rejected draft token are overwritten before they are read.
 
 An entry lies in the page of its last token. A page of S slots holds S / m of them, or 1 if m tokens
 fill several pages.
@@ -41,12 +41,12 @@ class Entries:
     """The entries of a rate that a step reads and writes.
 
     Attributes:
-        size: entries of a page.
+        size: entries per page.
         page_table: [rows, pages] int32, of the pages that hold entries.
         seen: [T] int32, entries that each query sees.
         width: the most that any of them sees.
-        location: [T] int64, where the entry that a token closes goes: page * size + place in the
-            page; -1: it closes none.
+        location: [T] int64, location of the entry that a token completes: page * size + place in
+            the page; -1: it completes none.
     """
 
     size: int
@@ -58,7 +58,7 @@ class Entries:
 
 @dataclass(slots=True, kw_only=True)
 class CompressedPlan(StepPlan):
-    """What compressed attention derives from a step.
+    """Metadata of compressed attention for a step.
 
     Attributes:
         windows: by their length, the cells [T, W] int32 of each query's window, the newest first,
@@ -114,7 +114,7 @@ class CompressedBackend(AttentionBackend):
         return LayerSchema(tuple(fields))
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> CompressedPlan:
-        """The cells of windows, and what is seen and made of entries."""
+        """Compute the cells of windows, and the entries that are seen and written."""
         stretches = None if rows is None else rows.stretches
         return CompressedPlan(
             batch=batch,
@@ -133,7 +133,7 @@ class CompressedBackend(AttentionBackend):
         own, given = spec.compression, inputs.entries
         cells, length = plan.windows[spec.window]
         if spec.draft_width:
-            # The first slot, the last in a list, is no key: see `first_slot`.
+            # The first slot, the last in a list, is not a key: see `first_slot`.
             length = torch.minimum(length, plan.batch.slot.clamp(min=0))
         read = (q, fields[RECORD], cells, length, spec.scale, spec.head_dim)
         if own is None or given is None:
@@ -272,7 +272,7 @@ def _record(spec: CompressedSpec, form: PageFormat) -> tuple[int, torch.dtype]:
 
 
 def entries_of_page(size: int, rate: int) -> int:
-    """Entries that a page of so many slots holds.
+    """Entries per page of this many slots.
 
     Raises:
         BadConfig: for pages that windows do not fill, nor pages windows.

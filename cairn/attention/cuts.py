@@ -1,4 +1,4 @@
-"""How the slots of a step are divided into parts, each of which is one call of an attention op.
+"""Division of a step's slots into parts, each of which is one call of an attention op.
 
 Rows that decode are attended one by one, chunks in tiles. Slots near the starts of rows, where
 landmark layers select every page, are parts of their own (*fronts*). On a GPU kernels are compiled
@@ -22,9 +22,11 @@ from cairn.ops import advice
 CHUNK = 16
 """A step whose rows have at least this many slots on average is run in tiles."""
 ALONE = (16, 64, 256)
-"""How many of a step's first slots may be attended one by one, beside multiples of the last."""
+"""Numbers of first slots of a step that may be attended one by one, besides multiples of the
+last."""
 LEAST_EARLY = 256
-"""Fewer slots of the first front than these are attended with others that are not of it."""
+"""With fewer slots in the first front than this, they are attended together with the other
+slots."""
 ROUND = 16
 """Slots of a front are a multiple of it: kernels are compiled for addresses as aligned as those of
 a whole step."""
@@ -36,7 +38,7 @@ class Front(NamedTuple):
     """Consecutive slots of a step that are among the first pages of their rows.
 
     Attributes:
-        slots: how many; as a limit, how many a row has: a multiple of ROUND.
+        slots: number of slots; as a limit, first slots of a row: a multiple of ROUND.
         pages: pages of a row.
     """
 
@@ -60,7 +62,7 @@ class Cuts(NamedTuple):
 
 
 WHOLE = Cuts(False)
-"""Nothing is cut."""
+"""No division."""
 
 
 def alone(rows: int, slots: int) -> int:
@@ -79,7 +81,7 @@ def fewest_rows(apart: int, slots: int) -> int:
 
 
 def decode_cuts(slots: int) -> Cuts:
-    """Of a step in which every row decodes."""
+    """The cuts of a step in which every row decodes."""
     return Cuts(False, slots)
 
 
@@ -87,7 +89,7 @@ class Cutter:
     """Chooses the cuts of steps.
 
     Args:
-        limits: the fronts of a row, the nearest first; see `Front`.
+        limits: the fronts of a row, ascending; see `Front`.
     """
 
     def __init__(self, limits: Sequence[Front]) -> None:
@@ -162,14 +164,14 @@ def _chunked(rows: StepRows) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Slots of a step that an op attends together.
+    """Slots of a step that one call of an op processes.
 
     Attributes:
-        at: which; None: all.
+        at: their indices; None: all.
         row, slot: [n] of these.
-        stretches: see `StepRows`; None: the host does not know.
+        stretches: see `StepRows`; None: not known on the host.
         chunked: see `Cuts`.
-        pages: the slots are in so many first pages of their rows; None: anywhere.
+        pages: the slots are within this many first pages of their rows; None: anywhere.
     """
 
     at: slice | None
@@ -193,11 +195,11 @@ def attend_in_parts(
     tiled: bool,
     by_fronts: bool = False,
 ) -> Tensor:
-    """What `attend` gives of the step's slots [T, ...]: of all at once, or part by part.
+    """The results of `attend` for the step's slots [T, ...]: all at once, or part by part.
 
     Args:
         tiled: the op would cut the slots into tiles; else they are one part.
-        by_fronts: fronts are parts of their own.
+        by_fronts: fronts are separate parts.
     """
     total, fronts = len(batch.slot), cuts.fronts if by_fronts else ()
     starts = [*itertools.accumulate((front.slots for front in fronts), initial=cuts.alone)]

@@ -60,5 +60,5 @@ class DenseBackend(GqaBackend):
         return plan.attend(attend, tiled=tiled)
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Not of a draft layer, whose first slot is written here."""
+        """None for a draft layer: the backend writes its first slot."""
         return None if self.layers[layer].draft_width else super().kv_target(layer, plan)

@@ -1,7 +1,8 @@
-"""The first slot of a draft layer, which is no key: it has no hidden state in front of it.
+"""The first slot of a draft layer, which is not a key: there is no hidden state of an earlier
+token.
 
-Kernels attend over slots 0 .. s all the same. There the cache holds a key of 0, whose score is 0,
-and a value of 0; its share e^0 of the sum e^lse is taken out of what they give.
+Kernels attend over slots 0 .. s nevertheless. In the first slot the cache has a key of 0, whose
+score is 0, and a value of 0; its share e^0 of the sum e^lse is removed from the kernels' results.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from cairn.cache.schema import PageField, PageFormat
 
 
 def draft_fields(width: int, form: PageFormat) -> tuple[PageField, ...]:
-    """What a draft layer keeps beside its keys: the model's hidden state of a page's last token; of
-    another layer, whose width is 0, nothing."""
+    """Further cache fields of a draft layer: the model's hidden state of a page's last token. Empty
+    for other layers, whose width is 0."""
     return (PageField(DRAFT_STATE, (width,), form.dtype, summary=True),) if width else ()
 
 
 def cleared(lines: Tensor, slot: Tensor) -> Tensor:
-    """Keys or values [T, ...] of a step's slots [T] int64, those of first slots 0."""
+    """Keys or values [T, ...] of a step's slots [T] int64, with zeros at first slots."""
     return lines.masked_fill((slot <= 0).view(-1, *(1,) * (lines.dim() - 1)), 0)
 
 

@@ -1,13 +1,13 @@
-"""Landmark attention over pages in host memory: what queries select comes into frames.
+"""Landmark attention over pages in host memory: selected pages are copied to frames in device
+memory.
 
-The window is read from pages on the device. A page is stored to host memory by the step that
-completes it, a window before a query may select it.
+The window is read from pages on the device. A page is copied to host memory by the step that
+completes it, at least a window before a query can select it.
 
-Of a chunk, each layer brings the pages that it selects into frames before it attends them. Where
-the chunk's pages do not fit into the frames together, queries are attended one batch after the
-other. Where few queries run on a GPU, a layer reads pages that have no frame where they lie in host
-memory, and what all layers have read comes into frames together behind the last one, for the next
-step.
+For a chunk, each layer copies its selected pages to frames before attention. If the chunk's pages
+do not fit into the frames together, its queries are processed in batches. With few queries on a
+GPU, a layer reads pages without a frame directly from host memory, and the pages that all layers
+have read are copied to frames after the last layer, for the next step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Summaries = tuple[Tensor, Tensor | None]
 
 @dataclass(slots=True)
 class FramedStep:
-    """What all layers with pages in host memory share of a step.
+    """Metadata of a step shared by all layers with pages in host memory.
 
     Attributes:
         frames: of all of them.
@@ -42,8 +42,7 @@ class FramedStep:
         place: of the pages under windows.
         page_table: [rows, max_pages] int32 of all pages.
         windows: [N] int64, of the pages that the step completes, those under windows.
-        selected: by layer, what its queries have selected that is to come into frames,
-            [T, h_kv, K].
+        selected: by layer, selected pages that are to be copied to frames, [T, h_kv, K].
     """
 
     frames: Frames
@@ -64,7 +63,8 @@ class FramedStep:
         self._copy(near, far, self.windows, self.batch.completed_pages, near[0][0].nbytes)
 
     def resolved(self, layer: int, indices: Tensor, row: Tensor, renewed: bool) -> Tensor:
-        """The frames [t, h_kv, K] int32 in which selected pages of a layer are now.
+        """Copy selected pages of a layer to frames, unless they have one: -> their frames [t, h_kv,
+        K] int32.
 
         Args:
             layer: place among those with frames.
@@ -79,8 +79,8 @@ class FramedStep:
 
     def resolved_together(self, layer: int, indices: Tensor, pages: int) -> Tensor | None:
         """`resolved` of all queries [T, h_kv, K] of a step of one row, which select among its first
-        `pages`: each page is looked for once, not once a query. None: they do not fill frames
-        together."""
+        `pages`: each page is looked up once, not once per query. None: they do not fit into the
+        frames together."""
         tokens, heads, topk = indices.shape
         # One page more takes the places without a page.
         chosen = indices.masked_fill(indices < 0, pages).transpose(0, 1).flatten(1).long()
@@ -103,7 +103,7 @@ class FramedStep:
         self, spec: HilsSpec, layer: int, inputs: HilsInputs, near: Pair, summaries: Summaries,
         store: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """`ops.framed_attention` of a layer, whose pages come into frames with `finish`.
+        """`ops.framed_attention` of a layer, whose selected pages are copied to frames by `finish`.
 
         Args:
             store: summaries of completed pages.
@@ -118,8 +118,8 @@ class FramedStep:
         return found
 
     def finish(self, near: Pair, far: Pair) -> None:
-        """Write the pages that the step completes to host memory, of all layers, and bring what
-        their queries have selected into frames.
+        """For all layers, copy the pages that the step completes to host memory, and the selected
+        pages to frames.
 
         Args:
             near, far: tables [layers] uint64 of addresses: of pages under windows, and of all in
@@ -162,7 +162,7 @@ def attend_framed(
     spec: HilsSpec, layer: int, inputs: HilsInputs, near: Pair, summaries: Summaries,
     step: FramedStep, plan: StepPlan,
 ) -> Tensor:  # fmt: skip
-    """One layer's attention, each selected page by way of a frame: -> [T, h_q, d] in q's dtype.
+    """One layer's attention, with selected pages in frames: -> [T, h_q, d] in q's dtype.
 
     Args:
         spec: of the layer; layer: its number.

@@ -1,12 +1,12 @@
 """Gated delta nets: a convolution and a recurrent state instead of keys and values.
 
 Every row has a slot that holds its state and the last inputs of its convolution; kernels read and
-write it in place. A row that starts is run as if its slot held zeros: it holds what an earlier row
-left.
+write it in place. A row that starts is run with zeros as its state, since its slot has the state of
+an earlier row.
 
-A state cannot be rolled back. So a row with guesses is run from its state without storing the
-result, and the layer's inputs are kept. When the accepted tokens are known they are run once more
-from these inputs, and that result is stored (`settle`).
+A state cannot be rolled back. So a row with draft tokens (guesses) is run without storing the final
+state, and the layer's inputs are saved. After verification the accepted tokens are run again from
+these inputs, and that final state is stored (`settle`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of_rows(cls, rows: StepRows, device: torch.device) -> Self:
-        """From rows that the host knows; those with guesses store no state."""
+        """From rows known on the host; those with guesses store no state."""
         stored = rows.row if rows.drafts is None else np.where(rows.drafts, NOBODY, rows.row)
         starts = np.concatenate(([0], rows.count.cumsum()))
         numbers = np.concatenate((starts, rows.row, stored, rows.first)).astype(np.int32)
@@ -73,7 +73,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: Batch, most: int) -> Self:
-        """From at most `most` rows that only the device knows."""
+        """From at most `most` rows known only on the device."""
         starts, row, first = ops.ragged_rows(batch.row, batch.slot, most)
         return cls(starts, row, row, first > 0, first, len(batch.row))
 

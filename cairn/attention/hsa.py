@@ -1,12 +1,12 @@
-"""Hierarchical sparse attention: a local window, and a few pages found by their landmarks.
+"""Hierarchical sparse attention: a local window, and a few pages selected by their landmarks.
 
 One layer, for a query at slot s (the mathematics is HiLS-Attention's):
 
 1. the step's keys and values are written to their pages;
 2. every page whose last slot runs in this step gets its summary, stored by page id;
 3. the window gives its output and its log-sum-exp;
-4. the summaries of all pages left of the window are scored, and each KV head keeps the best, or
-   all where a row is still so short;
+4. the summaries of all pages left of the window are scored, and each KV head selects the best, or
+   all in short rows;
 5. one softmax over the selected pages' scores, the window's log-sum-exp and (softmax1) a zero
    weighs the pages' own attention outputs against the window's.
 """
@@ -34,7 +34,7 @@ from cairn.specs.hils import HilsSpec
 
 SUMMARY_KEY, SUMMARY_BIAS = "summary_key", "summary_bias"
 NEAR = "near_k", "near_v"
-"""Keys and values under the window, where all others lie in host memory."""
+"""Cache fields of keys and values within the window, if all others are in host memory."""
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ class HsaBackend(GqaBackend):
     def needs(cls, spec: HilsSpec, form: PageFormat) -> LayerSchema:
         """Keys, values and a summary.
 
-        A landmark's own key is read where it lies, in the cache; only where keys lie in host memory
-        or are quantized, and summaries are not, it is stored once more.
+        A landmark's own key is read from the cache; it is stored a second time only if keys are in
+        host memory or quantized and summaries are not.
         """
         fields = list(form.keys_and_values(spec.num_kv_heads, spec.head_dim))
         if form.in_host:
@@ -98,11 +98,11 @@ class HsaBackend(GqaBackend):
         return (Front(early * size // ROUND * ROUND, early),) if early else ()
 
     def written(self, layer: int) -> tuple[str, str]:
-        """Pages of the window, where those are apart."""
+        """The window's fields, if these are separate."""
         return super().written(layer) if self.pools.frames is None else NEAR
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Landmarks' own keys, where they are kept beside the cache, are taken as they come."""
+        """None if landmarks' own keys are stored separately: `run` copies them."""
         spec = self.layers[layer]
         if spec.summary == "landmark" and SUMMARY_KEY in self.pools.pages[layer]:
             return None
@@ -126,8 +126,8 @@ class HsaBackend(GqaBackend):
         key_pool = fields.get(SUMMARY_KEY)
 
         def attend(part: Part) -> Tensor:
-            # The op sees from the width of the table how short the rows are: with few pages it need
-            # not score them.
+            # The op derives from the width of the page table how short rows are: with few pages it
+            # does not score them.
             page_table = place.page_table[:, : part.pages]
             o, indices, scores, lse = ops.landmark_attention(
                 part.of(q),
@@ -170,7 +170,7 @@ class HsaBackend(GqaBackend):
     def _watched(
         self, layer: int, plan: StepPlan, indices: Tensor, scores: Tensor, lse: Tensor
     ) -> None:
-        """Keep what the watched queries read."""
+        """Record the reads of the watched queries."""
         at = plan.batch.watch
         if at is not None:
             softmax1 = self.layers[layer].softmax1
@@ -180,7 +180,7 @@ class HsaBackend(GqaBackend):
     def _run_framed(
         self, layer: int, inputs: HilsInputs, plan: HsaPlan, step: FramedStep
     ) -> Tensor:
-        """`run` where pages lie in host memory; the step's keys and values are written."""
+        """`run` for pages in host memory; the step's keys and values are written."""
         spec, fields, near = self.layers[layer], self.pools.pages[layer], self.caches(layer)
         summaries, layers = (fields[SUMMARY_KEY], fields.get(SUMMARY_BIAS)), step.frames.layers
         few = self._few(spec, inputs, plan) and len(inputs.q) * spec.topk <= step.frames.count

@@ -1,5 +1,5 @@
-"""Selection by an indexer: the cells of the keys with the best scores. In latent attention a key
-stands for a token, in compressed attention for an entry."""
+"""Selection by an indexer: the cells of the keys with the best scores. In latent attention there is
+a key per token, in compressed attention a key per entry."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from cairn.attention.inputs import IndexInputs
 from cairn.attention.mla_format import IndexFormat
 
 BLOCK_BYTES = 64 << 20
-"""Of scores that are made at once: they grow with the context."""
+"""Bytes of scores computed at once: scores grow with the context."""
 DIVIDED = 16
 """Queries that ranks divide; of fewer each rank selects for all, which takes no longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexKeys:
-    """The keys of an indexer, and which of them each query sees.
+    """The keys of an indexer, and the number that each query sees.
 
     Attributes:
         cache: the keys in pages.
-        form: how they lie there.
+        form: their format in pages.
         page_table: [rows, pages] int32.
-        size: keys of a page.
+        size: keys per page.
         row: [T] int64, of each query in the page table.
         seen: [T] int32, the number of keys from the first on that each query sees.
         width: the largest of these.
@@ -42,12 +42,12 @@ class IndexKeys:
 
 
 def select_cells(index: IndexInputs, keys: IndexKeys, topk: int, chunked: bool) -> Tensor:
-    """Cells [T, topk] int32, page * size + place in the page, of the keys with the best scores; -1
-    behind them. Each rank selects for a part of the queries and gets the cells of the others.
+    """Cells [T, topk] int32, page * size + place in the page, of the keys with the best scores;
+    then -1. Each rank selects for a part of the queries and gets the cells of the others.
 
     Args:
         index: queries and weights.
-        keys: what they score.
+        keys: the keys to score.
         topk: keys that each query selects, at most.
         chunked: see `cairn.ops.paged_mqa_logits`.
     """
@@ -81,6 +81,6 @@ def select_cells(index: IndexInputs, keys: IndexKeys, topk: int, chunked: bool) 
 
 
 def _blocks(queries: int, width: int) -> list[slice]:
-    """So many queries in parts, of which 4 bytes for each of `width` keys fit in BLOCK_BYTES."""
+    """Parts of this many queries whose float32 scores of `width` keys fit in BLOCK_BYTES."""
     most = max(1, BLOCK_BYTES // (4 * max(1, width)))
     return [slice(first, first + most) for first in range(0, max(1, queries), most)]

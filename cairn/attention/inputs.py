@@ -26,7 +26,7 @@ class GqaInputs:
 
 @dataclass(frozen=True, slots=True)
 class HilsInputs(GqaInputs):
-    """Of attention by landmarks.
+    """Of landmark attention.
 
     Attributes:
         lmk_q: [T, h_q, d], the query that scores pages.
@@ -45,7 +45,7 @@ class IndexInputs:
     Attributes:
         q: [T, Hi, D], rotated queries.
         k: [T, D], the normed and rotated key of each token; None: keys are those of entries.
-        weights: [T, Hi] float32, of the heads; factors of the scores are in them.
+        weights: [T, Hi] float32, of the heads, including the factors of the scores.
         group: ranks that have the same of all this, and divide the queries.
     """
 
@@ -63,8 +63,9 @@ class MlaInputs:
         q: [T, H, r + dr], [latent | rotated] queries.
         latent: [T, r], the normed latent of each token, its value and a part of its key.
         k_pe: [T, dr], the rotated part of its key.
-        index: of the layer's own indexer; None: it has none.
-        absorb: writes the latent part of q, which the indexer does not read; None: it is there.
+        index: of the layer's indexer; None: it has none.
+        absorb: writes the latent part of q, which the indexer does not read; None: it is already
+            written.
     """
 
     q: Tensor
@@ -95,7 +96,7 @@ class GatedDeltaInputs:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How entries are made of inputs, see `cairn.ops.compress_windows`.
+    """Parameters of the compression of inputs to entries, see `cairn.ops.compress_windows`.
 
     Attributes:
         bias: [m, w] float32.
@@ -115,8 +116,8 @@ class EntryInputs:
     """Of the entries of compressed attention.
 
     Attributes:
-        inputs: [T, F] float32, of which entries are made: 2 w numbers for their own compression,
-            then those of index keys.
+        inputs: [T, F] float32, from which entries are computed: 2 w elements for the entries'
+            compression, then those for index keys.
         compression: of entries.
         index: queries and weights of an indexer; None: there is none.
         index_compression: of its keys.

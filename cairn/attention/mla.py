@@ -1,7 +1,7 @@
 """Latent attention over the paged cache, of all tokens or of those that an indexer selects.
 
-The page of a layer holds a record [latent | rotary key] of each of its tokens, and in a layer with
-an indexer a key for that. A *cell*, page * S + slot % S, is where a token is in them.
+A layer's pages have a record [latent | rotary key] of each token and, in a layer with an indexer,
+an index key. A *cell*, page * S + slot % S, is a token's location.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from cairn.specs.backends import MLA
 from cairn.specs.mla import MlaSpec
 
 MOST_BESIDE = 1024
-"""Tokens of a step whose indexer may run on a second stream: more fill the device by themselves."""
+"""Tokens of a step whose indexer may run on a second stream: with more, the indexer fills the
+device by itself."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MlaPlan(StepPlan):
-    """What latent attention derives from a step.
+    """Metadata of latent attention for a step.
 
     Attributes:
         place: page table and locations, the same for all layers.
         context: [T] int32, tokens that a query sees: its own and all before; 0: padding.
         width: the most that any of them sees.
         cells: [T, topk] int32, of the tokens that queries selected in the last layer with an
-            indexer, -1 behind them; None: nothing was selected yet.
+            indexer, then -1; None: no selection yet.
     """
 
     place: PagePlace
@@ -59,7 +60,7 @@ class MlaBackend(AttentionBackend):
     """Softmax attention of all heads over the same records: all tokens', or the topk that the
     scores of an indexer choose for each query.
 
-    A query that sees no more than topk tokens reads all of them; no score is made where that is
+    A query that sees no more than topk tokens reads all of them; no scores are computed if that is
     true of a whole step.
     """
 
@@ -88,7 +89,7 @@ class MlaBackend(AttentionBackend):
         return LayerSchema(tuple(fields))
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> MlaPlan:
-        """How much of its row each query sees."""
+        """Compute the number of tokens that each query sees."""
         return MlaPlan(
             batch,
             cuts,
@@ -116,7 +117,7 @@ class MlaBackend(AttentionBackend):
                     plan.cells = self._selected(layer, inputs.index, spec.topk, plan)
 
         def absorb() -> None:
-            """Store the step's records, and write what is missing of q."""
+            """Store the step's records, and write the latent part of q if it is missing."""
             ops.mla_kv_store(inputs.latent, inputs.k_pe, records, place.location)
             if inputs.absorb is not None:
                 inputs.absorb()
@@ -152,7 +153,7 @@ class MlaBackend(AttentionBackend):
         ops.index_k_store(k, keys, location, form.preshuffled, form.quantized, form.rotated)
 
     def _selected(self, layer: int, index: IndexInputs, topk: int, plan: MlaPlan) -> Tensor:
-        """Cells [T, topk] int32 of the tokens with the best scores; -1 behind them."""
+        """Cells [T, topk] int32 of the tokens with the best scores, then -1."""
         keys = IndexKeys(
             self.pools.pages[layer][INDEX_KEY],
             self._index[layer],
@@ -178,7 +179,7 @@ def _beside(spec: MlaSpec, q: Tensor, plan: MlaPlan) -> bool:
 
 
 def _without_first(inputs: MlaInputs, slot: Tensor) -> MlaInputs:
-    """Of a draft layer, those of a step's slots."""
+    """For draft layers: the inputs with first slots cleared."""
     latent, k_pe = (cleared(lines, slot) for lines in (inputs.latent, inputs.k_pe))
     index = inputs.index
     if index is not None and index.k is not None:

@@ -1,4 +1,4 @@
-"""What layers of latent attention keep of a token, as cache fields."""
+"""Cache fields of layers of latent attention."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from cairn.specs.mla import MlaSpec
 RECORD = "record"
 INDEX_KEY = "index_key"
 SCALED = 128
-"""Numbers of a latent that share a scale."""
+"""Elements of a latent that share a scale."""
 TILE = 16
-"""Tokens and numbers of a tile of the preshuffled layout."""
+"""Tokens and elements of a tile of the preshuffled layout."""
 LAYOUTS = (LINEAR, PRESHUFFLED)
 LEAST_ROTATED, MOST_ROTATED = 16, 256
-"""Numbers of keys that are rotated, a power of two between these."""
+"""Bounds of the dimension of keys that are rotated, a power of two."""
 
 
 def record_field(spec: MlaSpec, form: PageFormat) -> PageField:
-    """Records as they are, or in bytes: see `cairn.ops.mla_kv_store`.
+    """The field of records, in the model's dtype or in bytes: see `cairn.ops.mla_kv_store`.
 
     Raises:
         BadConfig: for a format that does not hold them.
@@ -44,7 +44,8 @@ def record_field(spec: MlaSpec, form: PageFormat) -> PageField:
 
 
 def index_field(dim: int, form: PageFormat) -> PageField:
-    """Keys of an indexer as they are, or in bytes: see `cairn.ops.index_k_store`.
+    """The field of an indexer's keys, in the model's dtype or in bytes: see
+    `cairn.ops.index_k_store`.
 
     Raises:
         BadConfig: for a format or layout that does not hold them.
@@ -68,12 +69,13 @@ def index_field(dim: int, form: PageFormat) -> PageField:
 
 @dataclass(frozen=True, slots=True)
 class IndexFormat:
-    """How the keys of an indexer lie in pages. Whoever reads or writes them has to be told.
+    """Format of an indexer's keys in pages, an argument of the ops that read or write them.
 
     Attributes:
         quantized: in float8, with a power of two as the scale of each.
         preshuffled: in tiles, see `cairn.ops.index_k_store`.
-        rotated: multiplied by a Hadamard matrix: no few dims decide the scale of all.
+        rotated: multiplied by a Hadamard matrix, so that no few outlier dimensions determine the
+            scale.
     """
 
     quantized: bool
@@ -82,10 +84,10 @@ class IndexFormat:
 
     @classmethod
     def of(cls, entry: PageField, dim: int) -> IndexFormat:
-        """Of a cache field that holds keys of so many numbers.
+        """The format of a cache field of keys with `dim` elements.
 
         Raises:
-            BadConfig: for a layout that no op knows.
+            BadConfig: for a layout that no op supports.
         """
         if entry.layout not in LAYOUTS:
             raise BadConfig(

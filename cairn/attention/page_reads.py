@@ -1,4 +1,4 @@
-"""How many pages queries read in layers that select them."""
+"""Counts of pages that queries read in layers that select pages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ STEPS_COUNTED_AT_ONCE = 256
 
 
 class PageReads:
-    """What the queries of landmark layers read, and what dense attention would have read in their
-    place. It follows from their slots: each selects as many pages as it has candidates, up to topk.
+    """Pages that the queries of landmark layers read, and pages that dense attention would have
+    read. Both follow from the queries' slots: each query selects as many pages as it has
+    candidates, up to topk.
 
-    Counted when somebody asks, and in between for many steps at once.
+    Counted on demand, and in between for many steps at once.
 
     Args:
         mixers: of all layers; those that select pages count.
@@ -62,7 +63,7 @@ class PageReads:
 
     @property
     def window(self) -> int:
-        """Pages under their windows, summed over queries and layers."""
+        """Pages within their windows, summed over queries and layers."""
         self._count()
         return self._window
 

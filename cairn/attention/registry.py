@@ -1,4 +1,4 @@
-"""Backends by name. To add one: a file beside this one, and its class in the list below."""
+"""Backends by name. To add one, add a file in this folder and its class to the list below."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 def cache_schema(mixers: Sequence[MixerSpec], form: PageFormat) -> CacheSchema:
-    """What all layers keep."""
+    """The cache fields of all layers."""
     layers = [BACKENDS[mixer.backend].needs(mixer, form) for mixer in mixers]
     return CacheSchema(layers, form.page_size)
 
@@ -46,9 +46,9 @@ class Backends:
 
     Attributes:
         names: by layer, its backend's name.
-        settles: layers must be told which guesses count, see `AttentionBackend.settle`.
+        settles: some layer needs the numbers of accepted tokens, see `AttentionBackend.settle`.
         longest_in_graphs: see `AttentionBackend`.
-        cutter: chooses how steps are cut.
+        cutter: chooses the cuts of steps.
     """
 
     def __init__(self, mixers: Sequence[MixerSpec], pools: CachePools) -> None:
@@ -65,13 +65,13 @@ class Backends:
         self.cutter = Cutter(fronts[0] if fronts else ())
 
     def cuts(self, rows: StepRows, on_cpu: bool) -> Cuts:
-        """How a step that runs operation by operation is cut."""
+        """The cuts of a step that runs operation by operation."""
         found = self.cutter.of_step(rows)
         # On the CPU a tile never spans several rows, so splitting the step saves nothing.
         return Cuts(found.chunked) if on_cpu else found
 
     def bind(self, layer: int, batch: Batch, cuts: Cuts = WHOLE) -> BoundLayer:
-        """Plan one layer's part of a step of which the host knows no rows."""
+        """Plan one layer's part of a step whose rows are not known on the host."""
         backend = self._instances[self.names[layer]]
         return BoundLayer(layer, backend, backend.plan(batch, cuts, None))
 
@@ -80,8 +80,8 @@ class Backends:
 
         Args:
             batch: its tensors.
-            cuts: how its slots are cut.
-            rows: what the host knows of its rows; None inside a graph.
+            cuts: the division of its slots.
+            rows: its rows as known on the host; None inside a graph.
         """
         plans = {name: b.plan(batch, cuts, rows) for name, b in self._instances.items()}
         layers = [

@@ -1,4 +1,4 @@
-"""Two pieces of work of a step side by side, on two streams of a CUDA graph."""
+"""Two parts of a step concurrently, on two streams of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 def side_by_side(small: Callable[[], None], large: Callable[[], None]) -> None:
-    """Queue both on the current stream's device while a graph is captured: `small` on a stream of
-    its own, `large` on the current one. What either reads is queued before, and what follows on the
-    current stream waits for both.
+    """Queue both on the current stream's device while a graph is captured: `small` on a second
+    stream, `large` on the current one. Both wait for earlier work on the current stream, and later
+    work on it waits for both.
 
     What is queued first gets the device first. On NVIDIA's that is `small`: a kernel that fills the
     device would leave a chain of small ones to run behind it. On AMD's the first one takes the
     queue of what ran before, which is `large`.
 
-    Memory that `small` allocates belongs to its stream: it is used again by a later call alone,
-    which begins behind all that has read it.
+    Memory that `small` allocates belongs to its stream: only a later call reuses it, which starts
+    after all kernels that read it.
     """
     main = torch.cuda.current_stream()
     side = _stream(main.device_index)

@@ -1,4 +1,5 @@
-"""A step as the layers of a model see it: its tensors, and each layer's backend with its plan."""
+"""A step as passed to the layers of a model: its tensors, and each layer's backend with its
+plan."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class BoundLayer:
         return self.backend.run(self.index, inputs, self.plan)
 
     def kv_target(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Where the layer may write the step's keys and values itself, see `AttentionBackend`."""
+        """Caches and locations, if the layer may write the step's keys and values itself, see
+        `AttentionBackend`."""
         return self.backend.kv_target(self.index, self.plan)
 
 
@@ -53,11 +55,11 @@ class Step:
     layers: Sequence[BoundLayer]
 
     def settle(self, counts: Tensor) -> None:
-        """Keep of each row's guesses those that were right, see `AttentionBackend.settle`."""
+        """Keep the accepted ones of each row's draft tokens, see `AttentionBackend.settle`."""
         for layer in self.layers:
             layer.backend.settle(layer.index, layer.plan, counts)
 
     def reads(self) -> list[LayerReads]:
-        """What the watched queries read, by layer."""
+        """The reads of the watched queries, by layer."""
         plans = {id(layer.plan): layer.plan for layer in self.layers}
         return sorted((r for plan in plans.values() for r in plan.reads), key=lambda r: r.layer)

@@ -20,15 +20,15 @@ from cairn.specs.gqa import GqaSpec
 class WindowBackend(GqaBackend):
     """Every query reads the last slots of its row, itself included.
 
-    A plain window layer sees exactly `window` slots. A landmark layer that is forced to its window
-    sees what its window branch sees: aligned down to a page start, landmarks masked.
+    A plain window layer sees exactly `window` slots. A landmark layer that is restricted to its
+    window sees the same as its window branch: aligned down to a page start, landmarks masked.
     """
 
     name: ClassVar[str] = WINDOW
 
     @classmethod
     def needs(cls, spec: GqaSpec, form: PageFormat) -> LayerSchema:
-        """Keys and values, under the window alone."""
+        """Keys and values, within the window only."""
         pages = super().needs(spec, form).pages
         return LayerSchema(tuple(replace(entry, window=spec.window) for entry in pages))
 

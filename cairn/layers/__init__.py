@@ -1,1 +1,1 @@
-"""Layers: parameters and the ops that read them. Nothing here knows a config or a model."""
+"""Layers: parameters and calls of the ops that read them. Independent of configs and models."""

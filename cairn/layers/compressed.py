@@ -1,4 +1,5 @@
-"""Attention of all heads over one record a token and over entries (DeepSeek-V4).
+"""Attention of all heads over one latent record per token and over compressed entries
+(DeepSeek-V4).
 
 Shapes: T tokens, H heads of size D, g groups of outputs; Hi heads of the indexer, Di their size.
 """
@@ -22,12 +23,12 @@ from cairn.specs.compressed import CompressedSpec, CompressionSpec
 
 
 class Compressor(nn.Module):
-    """The parameters by which the inputs of a window's tokens become an entry: a bias for each
-    place in the window, and a norm.
+    """Parameters that compress the inputs of a window's tokens to an entry: a bias for each
+    position in the window, and a norm.
 
     Args:
         spec: windows.
-        dim: d, numbers of an entry.
+        dim: d, elements of an entry.
         eps: of the norm.
     """
 
@@ -53,13 +54,13 @@ class CompressedAttention(nn.Module):
     """Self-attention of one layer.
 
     Args:
-        spec: sizes, rotary, and what earlier tokens become.
+        spec: sizes, rotary embedding, and the compression of earlier tokens.
         hidden: width of the residual stream.
         rotary: of the last dimensions.
         dtype: of activations.
-        scheme: how matrices are kept.
-        group: ranks that divide the groups of heads; `spec` has those of one. Records, entries and
-            the indexer are on all of them.
+        scheme: storage of the weight matrices.
+        group: tensor-parallel ranks, which divide the groups of heads; `spec` has one rank's share.
+            Records, entries and the indexer are replicated.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class CompressedAttention(nn.Module):
             self._compress(own, hidden, dtype)
 
     def _compress(self, own: CompressionSpec, hidden: int, dtype: torch.dtype) -> None:
-        """Build the compressors, and the projection of their inputs, which is not quantised."""
+        """Create the compressors, and the projection of their inputs, which is not quantised."""
         self.compressor = Compressor(own, self.spec.head_dim, self.spec.eps)
         wide = self.compressor.wide
         side = [Rows("compressor.wkv", wide), Rows("compressor.wgate", wide)]

@@ -1,4 +1,4 @@
-"""Tables of tokens, and their embedding."""
+"""Token embedding tables."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch import Tensor, nn
 from cairn import ops
 
 ROWS_MULTIPLE = 64
-"""The rows of a table are a multiple of it: else a library's product for many tokens takes twice as
-long."""
+"""The number of rows of a table is padded to a multiple of this: otherwise the library's matrix
+product for many tokens takes twice as long."""
 
 
 class Table(nn.Module):
-    """A row of numbers for each of some tokens.
+    """A table with one vector per token.
 
     Args:
         rows: how many.
         hidden: width.
-        dtype: of the numbers.
+        dtype: of the elements.
 
     Attributes:
-        padding: rows at the end of `weight` that are no token's, all 0.
+        padding: rows at the end of `weight` that belong to no token, all 0.
     """
 
     def __init__(self, rows: int, hidden: int, *, dtype: torch.dtype) -> None:
@@ -32,7 +32,8 @@ class Table(nn.Module):
 
 
 class Embedding(Table):
-    """Of the user's tokens, V rows; the landmark, where the model has one, is in the row after.
+    """The embedding of the V tokens of the vocabulary; the landmark's, if the model has one, is the
+    row after them.
 
     Args:
         rows, hidden, dtype: of the table.

@@ -1,4 +1,4 @@
-"""Which experts a rank holds, and which copy of an expert a token runs."""
+"""Placement of experts on ranks, and the choice among an expert's copies for each token."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cairn.distributed.placement import Ints
 
 
 class ExpertPlaces:
-    """The places of a mixture's experts on all ranks, and this rank's own.
+    """The placement of a mixture's experts on all ranks.
 
     Args:
-        placement: the expert in every place, rank by rank, of as many places each.
+        placement: the expert in every place, rank by rank; all ranks have equally many places.
         experts: how many there are, E.
         group: the ranks.
         shared: experts E, E + 1, .. that every token runs, in the places behind the others; each
@@ -22,7 +22,7 @@ class ExpertPlaces:
 
     Attributes:
         placement: [ranks, places].
-        loads: [E] int64, tokens that chose each expert; None: nobody counts.
+        loads: [E] int64, tokens that chose each expert; None: not counted.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class ExpertPlaces:
         return tuple(self.placement[self._group.rank].tolist())
 
     def place(self, placement: Ints) -> None:
-        """Experts are elsewhere from now on. Tensors keep their addresses, as graphs need."""
+        """Change the placement. Tensors keep their addresses, as CUDA graphs need."""
         self.placement = placement
         if self._tables is not None:
             for table, value in zip(self._tables, self._computed(), strict=True):
                 table.copy_(value)
 
     def own(self, ids: Tensor, slots: Tensor) -> Tensor:
-        """This rank's places of chosen experts; -1: another rank runs them.
+        """This rank's places of the chosen experts; -1: another rank runs them.
 
-        Copies take turns by a token's place in its sequence: its neighbours in a step change
-        nothing.
+        Among copies of an expert, a token's position in its sequence decides, so results do not
+        depend on the other tokens of the step.
 
         Args:
             ids: [T, k] int32, the experts; -1: none.
@@ -63,7 +63,7 @@ class ExpertPlaces:
             if ids.is_cuda:
                 # Without rounds every token has experts; one kernel less than below.
                 return places[:, 0].index_select(0, ids.flatten()).view_as(ids)
-            # One copy each; index -1 is the row behind the last expert.
+            # One copy each; index -1 is the row after the last expert.
             only: Tensor = places[ids, 0]
             return only
         chosen = ids.clamp(min=0).long()

@@ -29,8 +29,8 @@ class GatedDeltaNet(nn.Module):
         spec: heads and widths.
         hidden: width of the residual stream.
         dtype: of activations.
-        scheme: how matrices are kept.
-        group: ranks that divide the heads; `spec` has those of one.
+        scheme: storage of the weight matrices.
+        group: tensor-parallel ranks, which divide the heads; `spec` has one rank's share.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class GatedDeltaNet(nn.Module):
         ]
 
     def forward(self, h: Hidden, layer: BoundLayer, angles: Angles) -> Delta:
-        """[T, hidden] -> the delta [T, hidden]; positions play no part."""
+        """[T, hidden] -> the delta [T, hidden]; angles are ignored."""
         qkv, z, b, a = self.inputs(h.x, h.norm).split(self.widths, dim=-1)
         o = layer.run(GatedDeltaInputs(qkv, b, a, self.conv, self.a_log, self.dt_bias))
         gate = z.unflatten(-1, (self.heads, self.value_dim))

@@ -23,16 +23,16 @@ from cairn.specs.gqa import GqaSpec, NormWidth
 class GqaAttention(nn.Module):
     """Self-attention of one layer.
 
-    Everything that reads the layer's input is one matrix; its rows are heads of q (each followed by
-    its gate where there are gates), of k, then what a subclass adds, then of v.
+    All projections of the layer's input are one matrix; its rows are the heads of q (each followed
+    by its gate if there are gates), of k, then a subclass's additional heads, then of v.
 
     Args:
         spec: heads, norms and rotary.
         hidden: width of the residual stream.
-        rotary: of this layer, None: no position.
+        rotary: of this layer; None: no rotary embedding.
         dtype: of activations.
-        scheme: how matrices are kept.
-        group: ranks that divide the heads; `spec` has those of one.
+        scheme: storage of the weight matrices.
+        group: tensor-parallel ranks, which divide the heads; `spec` has one rank's share.
     """
 
     def __init__(
@@ -51,14 +51,15 @@ class GqaAttention(nn.Module):
         self.output_gate = spec.output_gate
         joint, out = self._parts_of(spec), [Rows("o_proj", hidden)]
         self.qkv = Linear(hidden, joint, spec.bias, dtype=dtype, scheme=scheme)
-        # Heads that are projected: of all that ranks with the same KV head compute, those of one.
+        # Projected heads: one rank's share of those computed by ranks with the same KV head.
         projected = spec.out_heads or spec.num_heads
         begin = group.rank % (spec.num_heads // projected) * projected
         self.own, width = slice(begin, begin + projected), projected * spec.head_dim
         self.out = Linear(width, out, spec.out_bias, dtype=dtype, scheme=scheme, group=group)
         self.q_norm = self._norm_of(spec, spec.qk_norm, self.q_width, dtype)
         self.k_norm = self._norm_of(spec, spec.qk_norm, self.kv_width, dtype)
-        # [begin, end) of the heads of q, of k and of what a subclass adds, in the fused projection.
+        # [begin, end) of the heads of q, of k and of a subclass's additional heads, in the fused
+        # projection.
         q, kv = spec.num_heads, spec.num_kv_heads
         self.spans = [(0, q), (q, q + kv)]
         self.v_first = self.q_width + self.kv_width
@@ -120,8 +121,8 @@ class GqaAttention(nn.Module):
     def _gated(
         self, projected: Tensor, cos_sin: Tensor | None, layer: BoundLayer, angles: Angles
     ) -> Tensor:
-        """What the heads give, times their gates: [T, h_q, d]. A head's gate stands behind its
-        query."""
+        """The attention output times the heads' gates: [T, h_q, d]. In the projection a head's gate
+        follows its query."""
         both, rest = projected.split((2 * self.q_width, 2 * self.kv_width), dim=-1)
         q, gate = both.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
         k, v = rest.unflatten(-1, (2, -1, self.head_dim)).unbind(1)
@@ -132,8 +133,8 @@ class GqaAttention(nn.Module):
     def _project(
         self, projected: Tensor, cos_sin: Tensor | None, layer: BoundLayer, angles: Angles
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        """q, k, v and the last span; all but v after norm and rotation. k and v are None where they
-        are in the cache already."""
+        """q, k, v and the last span; all but v after norm and rotation. k and v are None if they
+        have been written to the cache already."""
         added = self._added(projected)
         if not self.fused:
             return self._project_apart(projected, added, cos_sin, angles)
@@ -159,7 +160,7 @@ class GqaAttention(nn.Module):
     def _project_apart(
         self, projected: Tensor, added: Tensor | None, cos_sin: Tensor | None, angles: Angles
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same span by span."""
+        """As `_project`, with separate ops for each span."""
         heads = self._turned(self._heads(projected, added), cos_sin, angles)
         return heads[0], heads[1], self._values(projected), heads[2 if len(heads) > 2 else 0]
 
@@ -189,8 +190,8 @@ class GqaAttention(nn.Module):
         return self.rotary is None or not self.rotary.spec.interleaved
 
     def _added(self, projected: Tensor) -> Tensor | None:
-        """What is added to q's projection to make that of the last span [T, h_q d]; None: that span
-        has rows of its own, or there is none."""
+        """The addend that makes q's projection that of the last span [T, h_q d]; None: that span
+        has its own rows, or there is none."""
         return None
 
     def _values(self, projected: Tensor) -> Tensor:

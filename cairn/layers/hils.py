@@ -1,4 +1,4 @@
-"""Attention by landmarks: grouped-query attention with a second query that scores pages."""
+"""Landmark attention: grouped-query attention with a second query that scores pages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cairn.specs.hils import HilsSpec
 class HilsAttention(GqaAttention):
     """Self-attention of one landmark layer.
 
-    The landmark query z has rows of its own behind k in the joint matrix; or it is the raw query
-    plus a low-rank product, whose first factor stands behind v; or it is the query itself.
+    The landmark query z has its own rows after k in the joint matrix; or it is the raw query plus a
+    low-rank product, whose first factor comes after v; or it is the query itself.
     """
 
     def __init__(

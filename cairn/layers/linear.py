@@ -22,15 +22,16 @@ PLAIN = PlainScheme()
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, for inference. Maps that read the same x are one map, one below the other.
+    """y = x W^T + b, for inference. Maps of the same x are stacked into one matrix.
 
     Args:
         in_features: width of x.
-        parts: the matrices that a checkpoint holds, one below the other.
+        parts: the checkpoint's matrices, stacked along the rows of W.
         bias: whether there is a b [out].
         dtype: of activations and bias.
-        scheme: how the matrix is kept.
-        group: ranks that divide x and the columns of W; y is the sum of what they have.
+        scheme: storage of the weight matrix.
+        group: tensor-parallel ranks, which divide x and the columns of W; y is the sum over the
+            ranks.
     """
 
     weight: nn.Parameter
@@ -57,13 +58,13 @@ class Linear(nn.Module):
         self.scheme.create(self, dtype)
         self.has_bias = bias
         self.bias: nn.Parameter | None = None
-        # The sum of the ranks has it once.
+        # Only one rank adds the bias.
         if bias and group.rank == 0:
             b = torch.empty(self.out_features, dtype=dtype)
             self.bias = nn.Parameter(b, requires_grad=False)
 
     def weights(self, source: Source) -> list[Weight]:
-        """What fills the map."""
+        """Declarations of the checkpoint's tensors."""
         found, start = self.scheme.weights(self, source), 0
         pieces = {source.name(f"{part.name}."): part.pieces for part in self.parts if part.pieces}
         for name, sizes in pieces.items():
@@ -83,7 +84,7 @@ class Linear(nn.Module):
         """residual [T, out] += what `forward` gives for x [T, in], in place.
 
         Args:
-            norm: what the residual goes through next.
+            norm: the norm of the next reader of the residual.
         Returns:
             [T, out], the residual after the norm; None: the next product fuses the norm.
         """
@@ -100,7 +101,7 @@ class Linear(nn.Module):
             norm.add_to(residual, self(x))
 
     def _product(self, x: Tensor) -> Tensor:
-        """What this rank adds to the sum."""
+        """This rank's addend of y."""
         return self.scheme.product(self, x, None)
 
 
@@ -108,9 +109,9 @@ class Experts(NamedTuple):
     """Experts of a mixture.
 
     Attributes:
-        total: how many tokens choose from.
+        total: number of experts that tokens choose from.
         held: those of this rank, in the order of its places; None: all.
-        shared: experts behind them that every token runs.
+        shared: number of experts after them that every token runs.
     """
 
     total: int
@@ -119,19 +120,19 @@ class Experts(NamedTuple):
 
 
 class ExpertLinear(nn.Module):
-    """The same linear map of every expert, each with a matrix of its own.
+    """A linear map with one matrix for each expert.
 
     Args:
         experts: which.
         in_features: width of x.
-        parts: the matrices of one expert, one below the other.
+        parts: the matrices of one expert, stacked along the rows.
         fused: name of a tensor that holds the matrices of all experts.
         dtype: of activations.
-        scheme: how the matrices are kept.
+        scheme: storage of the weight matrices.
 
     Attributes:
-        routed: matrices that are here of experts that tokens choose from.
-        experts: all matrices that are here, E; the last ones are of shared experts.
+        routed: number of this rank's matrices of experts that tokens choose from.
+        experts: number of this rank's matrices, E; the last ones are of shared experts.
     """
 
     weight: nn.Parameter
@@ -159,9 +160,9 @@ class ExpertLinear(nn.Module):
         self.scheme.create(self, dtype)
 
     def weights(self, source: Source) -> list[Weight]:
-        """What fills the matrices of experts that tokens choose from: one tensor for all of them
-        where the checkpoint has that, else one for each matrix; those of experts that are not here
-        are ignored."""
+        """Declarations for the matrices of experts that tokens choose from: one tensor for all of
+        them if the checkpoint has that, else one for each matrix; those of other ranks' experts are
+        ignored."""
         total, held, _ = self._of
         if source.holds(self.fused):
             sizes, fused = (
@@ -180,10 +181,11 @@ class ExpertLinear(nn.Module):
         return found
 
     def shared_weights(self, source: Source, axis: int) -> list[Weight]:
-        """What fills the matrices of shared experts, which a checkpoint holds as those of one.
+        """Declarations for the matrices of shared experts, which a checkpoint stores as one wider
+        expert.
 
         Args:
-            axis: of a stored matrix along which the experts' own lie one behind the other.
+            axis: of a stored matrix along which the experts' matrices are concatenated.
         """
         found = self.scheme.weights(self, source, self.routed)
         count = self._of.shared
@@ -194,10 +196,10 @@ class ExpertLinear(nn.Module):
 
 
 def _divided(weight: Weight, count: int, axis: int) -> Weight:
-    """What fills the matrices of `count` experts from one stored tensor, cut along an axis.
+    """Declarations for the matrices of `count` experts from one stored tensor, cut along an axis.
 
     Args:
-        weight: what fills the first one's from a tensor of its own.
+        weight: the declaration for the first one's from a separate tensor.
     """
     assert isinstance(weight.at, tuple) and isinstance(weight.at[0], int)
     first, each = weight.at[0], weight.transform
@@ -209,7 +211,7 @@ def _divided(weight: Weight, count: int, axis: int) -> Weight:
         return parts if each is None else torch.stack([each(part) for part in parts])
 
     at = (slice(first, first + count), *weight.at[1:])
-    # Ranks divide each of the experts, so what they read is not one part of the stored tensor.
+    # Ranks divide each expert, so a rank's part of the stored tensor is not contiguous.
     return replace(weight, shape=tuple(shape), at=at, transform=cut, whole=True)
 
 
@@ -220,7 +222,7 @@ class GatedLinear(Linear):
         in_features, out_features: widths.
         names: of the matrices A and B in a checkpoint.
         activation: silu, or gelu's approximation by tanh.
-        limit: A x is at most that, B x lies between minus that and that; 0: no limit.
+        limit: A x is clamped to at most limit, B x to [-limit, limit]; 0: no limit.
         dtype: of activations.
         scheme: how the matrix is kept.
     """
@@ -266,7 +268,7 @@ class Head(Table):
         self.group, self.vocab_size = group, rows
 
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x [n, hidden] before the final norm -> float32 logits [n, V], a part of longer rows."""
+        """x [n, hidden] before the final norm -> float32 logits [n, V], a view of longer rows."""
         return _logits(x, self.weight, norm, self.vocab_size, self.group)
 
 
@@ -275,7 +277,7 @@ class TiedHead(nn.Module):
 
     Args:
         embedding: the module whose `weight` [rows, hidden] is shared.
-        vocab_size: V; rows from V on are no tokens of users and get no logit.
+        vocab_size: V; rows from V on belong to no token of the vocabulary and get no logit.
         group: ranks that divide the rows.
     """
 
@@ -287,7 +289,7 @@ class TiedHead(nn.Module):
         self.vocab_size = vocab_size
 
     def logits(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """As of a head of its own."""
+        """As `Head.logits`."""
         weight: Tensor = self._embedding[0].weight
         if not self.group.alone:
             part = rows_of_rank(self.vocab_size, self.group)
@@ -296,19 +298,19 @@ class TiedHead(nn.Module):
 
 
 def most_rows(rows: int, group: Group) -> int:
-    """Rows of a head that a rank has at most."""
+    """Largest number of rows of a head on one rank."""
     return -(-rows // (ROWS_MULTIPLE * group.size)) * ROWS_MULTIPLE
 
 
 def rows_of_rank(rows: int, group: Group) -> range:
-    """The rows of a head that a rank has; the last ranks may have fewer, or none."""
+    """The rows of a head on this rank; the last ranks may have fewer, or none."""
     most = most_rows(rows, group)
     begin = min(rows, most * group.rank)
     return range(begin, min(rows, begin + most))
 
 
 def _logits(x: Tensor, weight: Tensor, norm: RMSNorm, vocab_size: int, group: Group) -> Tensor:
-    """Float32 logits [n, V], of which a rank computes those of its rows."""
+    """Float32 logits [n, V]; each rank computes those of its rows."""
     own = x.new_empty(len(x), 0, dtype=torch.float32)
     if len(weight):
         own = ops.linear(x, weight, None, norm.weight, norm.eps, torch.float32)

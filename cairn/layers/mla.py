@@ -27,7 +27,7 @@ from cairn.specs.mla import IndexerSpec, MlaSpec
 
 class Indexer(nn.Module):
     """Weights of the heads that score every earlier token (report, equation 1), and the norm of its
-    keys; queries come with those of attention, keys with the latents.
+    keys; its queries and keys are parts of the attention layer's projections.
 
     Args:
         spec: heads, and how many tokens are selected.
@@ -53,10 +53,9 @@ class Indexer(nn.Module):
         ]
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> weights of heads [T, Hi] float32, without their factor.
+        """x [T, hidden] -> weights of heads [T, Hi] float32, without their constant factor.
 
-        They are summed and kept in float32: what a shorter dtype rounds away decides what is
-        selected.
+        Accumulated and stored in float32: rounding to a shorter dtype would change the selection.
         """
         return ops.linear(x, self.head_weights, dtype=torch.float32)
 
@@ -73,9 +72,9 @@ class MlaAttention(nn.Module):
         rotary: of queries and keys.
         index_rotary: of the indexer; None without one.
         dtype: of activations.
-        scheme: how matrices are kept.
-        group: ranks that divide the heads; `spec` has those of one. Latents and the indexer are on
-            all of them.
+        scheme: storage of the weight matrices.
+        group: tensor-parallel ranks, which divide the heads; `spec` has one rank's share. Latents
+            and the indexer are replicated.
     """
 
     def __init__(
@@ -97,7 +96,8 @@ class MlaAttention(nn.Module):
         if spec.indexer is not None:
             key = [Rows("indexer.wk", spec.indexer.head_dim)]
             if spec.bias:
-                # The joint down projection has a bias, the index key none: a matrix of its own.
+                # The joint down projection has a bias and the index key has none, so that is a
+                # separate matrix.
                 self.index_key = Linear(hidden, key, dtype=dtype, scheme=scheme)
             else:
                 self.index_dim, down = spec.indexer.head_dim, key + down
@@ -175,7 +175,7 @@ class MlaAttention(nn.Module):
         return Product(self.out, values.flatten(1))
 
     def _layouts(self) -> tuple[bool, bool]:
-        """Whether neighbours are pairs that turn, of the heads and of the indexer."""
+        """Whether rotary pairs are interleaved, for the heads and for the indexer."""
         own = self.indexer
         return self.rotary.spec.interleaved, own is not None and own.rotary.spec.interleaved
 

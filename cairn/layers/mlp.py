@@ -1,4 +1,4 @@
-"""Gated feed-forward part."""
+"""Gated feed-forward layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class GatedMLP(nn.Module):
 
     Args:
         hidden: width of x.
-        spec: width inside, and the activation.
+        spec: intermediate width, and the activation.
         dtype: of activations.
-        scheme: how the matrices are kept.
-        group: ranks that divide the width inside, of which `spec` has that of one.
+        scheme: storage of the weight matrices.
+        group: tensor-parallel ranks, which divide the intermediate width; `spec` has one rank's
+            share.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, the experts that it chooses, and one that every token runs.
+"""Mixture of experts: a router, the routed experts, and a shared expert that every token runs.
 
 The shared expert is a part of the grouped products where it can be: it is as wide as one or several
 routed experts, and its matrices are stored like theirs; with expert parallelism each rank's part of
@@ -29,15 +29,15 @@ class MixtureOfExperts(nn.Module):
         spec: experts, router and shared expert.
         hidden: width of x.
         dtype: of activations.
-        scheme: how the experts' matrices are kept.
+        scheme: storage of the experts' matrices.
         group: ranks, each of which has a part of every expert, or some experts. All have every
-            token and choose alike, so nothing is sent before the sum.
-        rounds: engines that share the experts, each with tokens of its own: in a round all get
-            those of all; None: this one has all experts, or its ranks have.
+            token and compute the same routing, so the only communication is the sum.
+        rounds: engines that share the experts, each with its own tokens, which are all-gathered in
+            a round; None: this engine (or its ranks) has all experts.
 
     Attributes:
         places: which experts the ranks or engines hold; None: each has a part of all.
-        shared: the shared expert, if it is an MLP of its own.
+        shared: the shared expert, if it is a separate MLP.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class MixtureOfExperts(nn.Module):
             self.places = ExpertPlaces(spec.placement, spec.experts, sharing, joined)
         held = None if self.places is None else self.places.held
         experts = Experts(spec.experts, held, joined)
-        # A gate gives the shared expert's weight, also if that is an MLP of its own.
+        # The router's matrix has the shared expert's gate also if the shared expert is a separate
+        # MLP.
         self.router = Router(spec, hidden, dtype, joined or int(spec.shared_gate))
         self.gate_up = ExpertLinear(experts, hidden, up, "gate_up_proj", dtype=dtype, scheme=routed)
         self.down = ExpertLinear(
@@ -109,7 +110,7 @@ class MixtureOfExperts(nn.Module):
         return self.group.sum(delta if self.shared is None else delta + self._shared(x, share))
 
     def serve_others(self) -> None:
-        """Run the experts of this engine for the tokens that the others have in this round."""
+        """Run the experts of this engine for the other engines' tokens of this round."""
         assert self.rounds is not None
         weight = self.router.weight
         # An empty batch of hidden states; the router's weight has the activations' dtype.
@@ -121,7 +122,7 @@ class MixtureOfExperts(nn.Module):
     def _in_round(
         self, rounds: Rounds, x: Tensor, weights: Tensor, ids: Tensor, slots: Tensor
     ) -> Tensor:
-        """The routed experts' part of x, of which other engines run some."""
+        """The routed experts' output for x, of which other engines compute a part."""
         assert self.places is not None
         every, weighed = rounds.gathered(x), rounds.gathered(weights)
         chosen = self.places.own(rounds.gathered(ids, -1), rounds.gathered(slots))
@@ -140,11 +141,12 @@ class MixtureOfExperts(nn.Module):
 
 
 def _joined(spec: MoeFfn, group: Group, routed: Scheme, shared: Scheme) -> int:
-    """How many experts of the grouped products the shared one is; 0: it is an MLP of its own."""
+    """As how many experts of the grouped GEMMs the shared expert is stored; 0: it is a separate
+    MLP."""
     if spec.shared % spec.intermediate or (spec.placement and not spec.shared_places):
         return 0
     count = spec.shared // spec.intermediate
-    # Ranks decide by the width of whole experts, so that they all decide alike.
+    # Decided by the width of undivided experts, so that all ranks decide the same.
     width = spec.intermediate * group.size if count > 1 else 0
     if spec.placement:
         width = spec.intermediate

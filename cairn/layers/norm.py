@@ -18,8 +18,8 @@ class RMSNorm(nn.Module):
         width: size of the last dimension.
         eps: added to the mean square.
         dtype: of the weight.
-        unit_offset: a checkpoint holds w - 1. The sum is kept in float32: near 1 a shorter dtype
-            would round it.
+        unit_offset: the checkpoint stores w - 1. w is stored in float32: a shorter dtype would
+            round it near 1.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RMSNorm(nn.Module):
 
 
 class DividedNorm(RMSNorm):
-    """The same of a vector of which each rank has a part of `width` numbers.
+    """RMSNorm of a vector of which each rank has a part of `width` elements.
 
     Args:
         width, eps, dtype, unit_offset: of `RMSNorm`.

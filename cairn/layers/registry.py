@@ -1,5 +1,5 @@
-"""Modules of mixers and feed-forward parts by their specs. To add one: a file beside this one, and
-its line below."""
+"""Modules of mixers and feed-forward layers by their specs. To add one, add a file in this folder
+and a line in the tables below."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from cairn.specs.rotary import RotarySpec
 
 
 class Context(NamedTuple):
-    """What modules of a layer are built with.
+    """Arguments for building the modules of a layer.
 
     Attributes:
         hidden: width of the residual stream.
         dtype: of activations.
-        scheme: how matrices are kept.
-        rotaries: shared by the layers that rotate alike.
-        group: ranks that hold the layers together; specs have the share of one.
-        rounds: of engines that share experts; None: they are this engine's own.
+        scheme: storage of the weight matrices.
+        rotaries: shared by layers with the same rotary embedding.
+        group: tensor-parallel ranks; specs have one rank's share.
+        rounds: of engines that share experts; None: not shared.
     """
 
     hidden: int
@@ -54,7 +54,7 @@ class Context(NamedTuple):
     rounds: Rounds | None = None
 
     def within(self, prefix: str) -> Context:
-        """What the module is built with whose tensors' names begin so."""
+        """The context of the submodule whose tensors' names begin with the prefix."""
         return self._replace(scheme=scheme_within(self.scheme, prefix))
 
     def rotary(self, spec: RotarySpec | None) -> Rotary | None:
@@ -77,7 +77,7 @@ class Mixer(Protocol):
 
 
 class Ffn(Protocol):
-    """A module that works token by token."""
+    """A module that treats every token separately."""
 
     def __call__(self, h: Hidden) -> Delta:
         """[T, hidden] -> the delta [T, hidden]."""

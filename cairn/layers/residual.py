@@ -1,4 +1,4 @@
-"""The residual stream of a step: the one place where it is summed and normed."""
+"""The residual stream of a step; all its additions and norms are done here."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Hidden(NamedTuple):
 
     Attributes:
         x: [T, hidden].
-        norm: what x still has to go through: a product may fuse it. None: nothing.
-        ids: [T] int64, the token ids, for parts that choose by them.
-        slots: [T] int64, each token's place in its sequence, likewise.
+        norm: norm still to be applied to x, which a product may fuse. None: none.
+        ids: [T] int64, the token ids, for layers that read them (hash routing).
+        slots: [T] int64, each token's position in its sequence, likewise.
     """
 
     x: Tensor
@@ -39,8 +39,8 @@ class Product(NamedTuple):
     and the residual add can be fused.
 
     Attributes:
-        linear: the last map of a mixer or a feed-forward part.
-        x: [T, in], what it is applied to.
+        linear: the last linear map of a mixer or feed-forward layer.
+        x: [T, in], its input.
     """
 
     linear: Linear
@@ -60,8 +60,8 @@ class Residual:
 
     Args:
         x: [T, hidden], the embedded tokens; changed in place.
-        ids: [T] int64, the tokens' ids; None: no part reads them.
-        slots: [T] int64, their places in their sequences, likewise.
+        ids: [T] int64, the tokens' ids; None: no layer reads them.
+        slots: [T] int64, their positions in their sequences, likewise.
     """
 
     def __init__(self, x: Tensor, ids: Tensor | None = None, slots: Tensor | None = None) -> None:
@@ -69,7 +69,7 @@ class Residual:
         self._normed: tuple[RMSNorm, Tensor] | None = None
 
     def read(self, norm: RMSNorm | None, site: Site | None = None) -> Hidden:
-        """The stream for a reader that norms it first, or takes it as it is.
+        """The stream for a reader, with the norm that the reader applies first, or None.
 
         Args:
             site: of the reader, where there are several streams.
@@ -87,9 +87,9 @@ class Residual:
         """x += delta.
 
         Args:
-            delta: what a mixer or a feed-forward part returned; a tensor's memory may be used.
-            next_norm: the norm of the next reader, which may be computed on the way.
-            own_norm: the delta goes through this norm first.
+            delta: output of a mixer or a feed-forward layer; a tensor's memory may be reused.
+            next_norm: the norm of the next reader, which may be fused.
+            own_norm: norm applied to the delta first.
         """
         self._normed, normed = None, None
         if own_norm is not None:
@@ -108,14 +108,14 @@ class Residual:
 
 
 class Streams(Residual):
-    """Several residual streams, in the place of one (hyper-connections).
+    """Several residual streams in place of one (hyper-connections).
 
-    A reader gets a sum of them, and what it adds goes into all of them while they are mixed; see
-    `cairn.ops.mhc_pre`.
+    A reader gets a weighted sum of them, and its output is added to all of them while they are
+    mixed; see `cairn.ops.mhc_pre`.
 
     Args:
-        x: [T, n, hidden], with which they begin; changed in place.
-        ids, slots: as of `Residual`.
+        x: [T, n, hidden], their initial values; changed in place.
+        ids, slots: as in `Residual`.
     """
 
     def __init__(self, x: Tensor, ids: Tensor | None = None, slots: Tensor | None = None) -> None:
@@ -123,7 +123,7 @@ class Streams(Residual):
         self._weights: tuple[Tensor, Tensor] | None = None
 
     def read(self, norm: RMSNorm | None, site: Site | None = None) -> Hidden:
-        """The sum of streams that a site takes."""
+        """The weighted sum of streams that a site reads."""
         assert site is not None, "several streams are read through a site"
         x, *weights = site(self.x)
         self._weights = weights[0], weights[1]
@@ -135,7 +135,7 @@ class Streams(Residual):
         next_norm: RMSNorm | None = None,
         own_norm: RMSNorm | None = None,
     ) -> None:
-        """What the site that was read last makes of the streams and a delta."""
+        """Mix the streams and add a delta, with the weights of the site that was read last."""
         assert self._weights is not None
         value = delta.value() if isinstance(delta, Product) else delta
         if own_norm is not None:
@@ -145,7 +145,7 @@ class Streams(Residual):
 
 
 class Site(nn.Module):
-    """The place of a mixer or feed-forward part between residual streams.
+    """Connection of a mixer or feed-forward layer to the residual streams.
 
     Args:
         spec: of the streams.
@@ -164,8 +164,8 @@ class Site(nn.Module):
         return mixing_weights(self, source, name)
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [T, n, hidden] -> what is read of them [T, hidden], and the weights with which an
-        output enters them, see `cairn.ops.mhc_pre`."""
+        """streams [T, n, hidden] -> the layer's input [T, hidden], and the weights with which its
+        output is added to them, see `cairn.ops.mhc_pre`."""
         spec = self.spec
         given = (self.fn, self.scale, self.base, spec.norm_eps, spec.eps, spec.iterations)
         x, post, mix = ops.mhc_pre(streams, *given)
@@ -173,7 +173,7 @@ class Site(nn.Module):
 
 
 class StreamsHead(nn.Module):
-    """What joins residual streams in front of the output head.
+    """Joins the residual streams before the output head.
 
     Args:
         spec: of the streams.
@@ -191,7 +191,7 @@ class StreamsHead(nn.Module):
         return mixing_weights(self, source, name)
 
     def forward(self, states: Tensor) -> Tensor:
-        """Streams one behind the other [T, n * hidden] -> [T, hidden]."""
+        """Concatenated streams [T, n * hidden] -> [T, hidden]."""
         spec = self.spec
         streams = states.unflatten(1, (spec.count, -1))
         x: Tensor = ops.mhc_head(streams, self.fn, self.scale, self.base, spec.norm_eps, spec.eps)
@@ -205,7 +205,7 @@ def mixing_parameters(rows: int, width: int) -> tuple[nn.Parameter, nn.Parameter
 
 
 def mixing_weights(module: Site | StreamsHead, source: Source, name: str) -> list[Weight]:
-    """What fills a site, or what joins streams."""
+    """Declarations for a `Site` or a `StreamsHead`."""
     fn, base, scale = module.fn, module.base, module.scale
     return [
         Weight(source.name(f"{name}_fn"), tuple(fn.shape), fn),

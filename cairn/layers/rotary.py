@@ -1,8 +1,7 @@
 """Rotary position embedding: frequencies, and cos, sin of a step's positions.
 
-Angles are position * frequency, both factors and the product float32: at
-position 500,000 another precision is visible. Nothing is tabulated over positions, so no context
-is too long.
+Angles are position * frequency, both factors and the product float32: at position 500,000 another
+precision changes results. No table over positions, so the context length is not limited.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Rotary:
 
     Attributes:
         spec: what it was made from.
-        dim: d, dimensions that rotate.
+        dim: d, rotated dimensions.
     """
 
     def __init__(self, spec: RotarySpec) -> None:
@@ -145,7 +144,7 @@ class Angles:
         self._index: Tensor | None = None
 
     def of(self, rotary: Rotary, back: int = 0) -> Tensor:
-        """[T, d] float32; of the positions `back` before, at least 0."""
+        """[T, d] float32; for the positions minus `back`, at least 0."""
         key = rotary, back
         found = self._tables.get(key)
         if found is None:

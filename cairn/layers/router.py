@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: how experts are scored, and which a token runs."""
+"""The router of a mixture of experts: scores of experts, and the choice of each token's experts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def checked_experts(table: Tensor, experts: int) -> Tensor:
     """A table of experts.
 
     Raises:
-        BadModel: it holds a number that is no expert's.
+        BadModel: it contains an index that is not an expert's.
     """
     low, high = (int(n) for n in table.aminmax())
     if low < 0 or high >= experts:

@@ -14,7 +14,7 @@ WHOLE: Index = ...
 Draw = Literal["matrix", "unit", "around_one", "around_zero", "one", "experts"]
 """How random weights are drawn: "matrix" keeps the variance of its input, "unit" has variance 1,
 "around_one" and "around_zero" are 1 and 0 plus normal numbers of deviation 0.1, "one" is 1,
-"experts" are numbers below `Weight.choices`, which differ in every line."""
+"experts" are integers below `Weight.choices`, distinct within every row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +24,7 @@ class Weight:
     Attributes:
         source: its name in the checkpoint.
         shape: its shape there.
-        parameter: what it fills; None: it is accounted for and ignored.
+        parameter: the parameter that it fills; None: the tensor is known and ignored.
         at: the part of the parameter.
         read: the part of the tensor that is read.
         transform: applied to what was read, on the parameter's device, and to the tensors
@@ -40,7 +40,7 @@ class Weight:
             floating-point type that converts without a scale.
         beside: further tensors of the checkpoint that the transform needs, whole; they fill
             nothing themselves.
-        squeezed: axes of one number do not count: [N, 1] may be stored as [N], [1] as a number.
+        squeezed: axes of size 1 are ignored: [N, 1] may be stored as [N], [1] as a number.
         choices: of what is drawn as "experts".
     """
 
@@ -76,7 +76,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a module's tensors are in a checkpoint.
+    """Names of a module's tensors in a checkpoint.
 
     Attributes:
         prefix: of their names.

@@ -1,1 +1,1 @@
-"""How a linear map keeps its matrix and multiplies with it: plain, or quantised."""
+"""Schemes: storage of a linear map's matrix, plain or quantised, and the products with it."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cairn.layers.linear import ExpertLinear, Linear
 
 COLUMNS = 32
-"""That share a scale."""
+"""Columns that share a scale."""
 
 
 class Fp4AtLoad(PlainScheme):

@@ -1,4 +1,4 @@
-"""Sums over the ranks of a process group, by sgl-kernel's names of custom all-reduce."""
+"""All-reduce over the ranks of a process group, under sgl-kernel's names of custom all-reduce."""
 
 from cairn.ops.allreduce.custom_ar import (
     all_reduce,

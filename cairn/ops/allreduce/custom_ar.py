@@ -1,7 +1,7 @@
 """sgl-kernel's names of custom all-reduce, over `SymmetricAllReduce`.
 
-A handle is an index into a table of objects. Addresses of other processes' memory, which that
-library exchanges, are refused: torch's symmetric memory exchanges its own.
+A handle is an index into a table of objects. Addresses of other processes' memory, which
+sgl-kernel's callers exchange, are refused: torch's symmetric memory exchanges its own.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def exchanged(
         begin: index of the first of [2, RANKS, capacity] words of these inboxes.
         epoch: number of the exchange.
         inbox: int64, this rank's memory, written by the others.
-        addresses: [RANKS] int64, of every rank's memory.
+        addresses: [RANKS] int64, addresses of every rank's memory.
         like: pointer to the dtype of the payload.
     """
     begin = send(own, at, begin, epoch, addresses, capacity, RANK, RANKS)

@@ -233,7 +233,7 @@ class _Part(NamedTuple):
         slot: of its buffers.
         residual: rows that it is added to.
         own: this rank's addend.
-        announced: recorded behind the flag that tells the peer.
+        announced: event recorded after the flag that tells the peer.
     """
 
     slot: _Slot
@@ -247,7 +247,7 @@ class _Parts:
 
     Args:
         rank: 0 or 1.
-        own, far: memory behind the inboxes, of this rank and of the peer.
+        own, far: memory after the inboxes, of this rank and of the peer.
         address: of `far`.
     """
 

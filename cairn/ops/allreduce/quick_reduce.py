@@ -35,7 +35,7 @@ def rounded(x: Tensor, profile: int) -> Tensor:
 
 
 def sum_of_rounded(tensors: Sequence[Tensor], profile: int) -> Tensor:
-    """The definition: the sum of what each rank sends, in their order, rounded once."""
+    """Reference implementation: the sum of the rounded tensors in rank order, rounded once."""
     total = sum_of_ranks([rounded(tensor, profile) for tensor in tensors])
     return total.to(tensors[0].dtype)
 
@@ -81,7 +81,7 @@ def qr_all_reduce(
 
     Args:
         fa: a handle of `init_custom_qr`.
-        profile: 0: numbers as they are; 1, 2, 3: integers of 8, 6 and 4 bits.
+        profile: 0: not rounded; 1, 2, 3: integers of 8, 6 and 4 bits.
         inp, out: alike, float32, bfloat16 or float16, contiguous.
         cast_bf2half: ignored.
     Raises:

@@ -20,11 +20,12 @@ two: each rank reduces a part, then all gather. Measured on H200s."""
 MOST_BYTES = 1 << 21
 """Size of the shared buffer; larger tensors go through NCCL."""
 ALIGNED = 16
-"""torch's kernels need sizes that are multiples of so many bytes."""
+"""torch's kernels need sizes that are multiples of this many bytes."""
 
 
 def sum_of_ranks(tensors: Sequence[Tensor]) -> Tensor:
-    """The definition: the sum of one tensor of each rank, in their order, in float32, rounded once.
+    """Reference implementation: the sum of the ranks' tensors in rank order, in float32, rounded
+    once.
 
     Args:
         tensors: alike in shape and dtype, one at least.

@@ -1,4 +1,4 @@
-"""The paged cache: what a step writes to it, and frames of pages in host memory."""
+"""The paged KV cache: writes of a step, and device frames of pages that lie in host memory."""
 
 from cairn.ops.cache.decode_slots import decode_slots
 from cairn.ops.cache.resolve_frames import resolve_frames

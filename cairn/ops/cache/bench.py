@@ -27,7 +27,7 @@ def _(draw: Draw) -> Points:
 
 
 def _index_put(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, location: Tensor) -> None:
-    """The definition where every location is written."""
+    """The reference implementation for calls in which every location is written."""
     page, offset = location // k_cache.shape[2], location % k_cache.shape[2]
     k_cache[page, :, offset] = k
     v_cache[page, :, offset] = v

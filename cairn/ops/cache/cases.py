@@ -47,7 +47,7 @@ def _arguments(make: Make, num_rows: int, size: int, count: int, most: int) -> A
 
 
 def _with_guesses(make: Make, num_rows: int, size: int, drafts: int) -> Arguments:
-    """Every row runs its last token or another one, and guesses behind it."""
+    """Every row runs its last token or another one, followed by draft tokens."""
     args = list(_arguments(make, num_rows, size, num_rows, num_rows * (drafts + 1) + 3).args)
     row, count = args[0][:num_rows], drafts + 1
     first = args[1][:num_rows].clamp(max=(size - 1) * MAX_PAGES - count)
@@ -75,7 +75,7 @@ def _(make: Make) -> Cases:
 
 
 def frames_of(make: Make, shape: tuple[int, int, int], pages: int, frames: int) -> Arguments:
-    """Some of the pages have frames; some frames name pages that have left them."""
+    """Some of the pages have frames; some frames name pages that they no longer hold."""
     tokens, heads, topk = shape
     rows = max(1, tokens // 2)
     table = torch.stack([make.rand(pages).argsort().int() for _ in range(rows)])

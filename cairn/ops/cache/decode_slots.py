@@ -34,16 +34,16 @@ def decode_slots(
     window_spare: int,
     given: Tensor | None = None,
 ) -> Tensor:
-    """Write what rows were granted into their page tables; then lay out the next token of each row,
-    or several, with the landmark that follows one that fills a page.
+    """Write the newly allocated pages into the page tables; then compute the slots of the next
+    token of each row (or of several, with drafts), with a landmark slot after a token that fills a
+    page.
 
     Args:
-        row: [T] int64, the rows; R for those that are none, behind all others. T is at least the
-            number of slots.
+        row: [T] int64, the rows, then R for padding. T is at least the number of slots.
         first: [T] int64, user tokens of each row that have run.
-        cells: [T] int64, cells of the tables, counted through all rows, that change. One that comes
-            twice must get the same page.
-        pages: [T] int32, what they hold then.
+        cells: [T] int64, flat indices of the table cells that change. A repeated cell must get the
+            same page.
+        pages: [T] int32, the pages written to them.
         last_token: [R + 1] int64, the token that each row runs; below 0 there was none to choose,
             and the row runs 0.
         tables: [rows, max_pages] int32, changed: the physical page of each logical page. First of

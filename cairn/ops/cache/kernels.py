@@ -1,4 +1,4 @@
-"""Kernel of the cache write, and how kernels read a quantized cache."""
+"""Kernel of the cache write, and device functions that read a quantized cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from cairn.ops.quantization.kernels import (
 def quantized(x):
     """The rows of x [M, N] as bytes, see `cairn.ops.cache.quantized`: numbers and exponents [M].
 
-    Reading is by hand, as rounding is: not every device that runs these kernels knows e4m3.
+    Conversions are done on integers, since not every device that runs these kernels has e4m3
+    instructions.
     """
     number = x.to(tl.float32)
     bits = tl.max(number.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
@@ -49,22 +50,22 @@ def quantized_pairs(x):
 
 @triton.jit
 def slot_start(cache, inner, DIM: tl.constexpr):
-    """Where the numbers of slots `inner` begin in their page, of a head; in a cache of int8 a byte
-    holds two."""
+    """Offsets of the codes of slots `inner` within the block of their page and head; in an int8
+    cache a byte holds two codes."""
     WIDTH: tl.constexpr = DIM // 2 if cache.dtype.element_ty == tl.int8 else DIM
     return inner * WIDTH
 
 
 @triton.jit
 def scales(head, line, inner, alive, DIM: tl.constexpr, SIZE: tl.constexpr):
-    """[N] float32: the scales of the slots `inner` of pages whose numbers are at head + line."""
+    """[N] float32: the scales of the slots `inner` of pages whose blocks begin at head + line."""
     exponent = tl.load(head + line + (SIZE * DIM + inner * (1 - DIM)), mask=alive, other=0)
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def worth(byte, scale, DTYPE: tl.constexpr):
-    """What the bytes are worth by their scales, as DTYPE."""
+    """e4m3 bytes dequantized by their scales, as DTYPE."""
     bits = ((byte.to(tl.int32) & 0x80) << 24) | ((byte.to(tl.int32) & 0x7F) << 20)
     number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
     return (number * scale).to(DTYPE)
@@ -87,11 +88,11 @@ def pair_scales(
 
 @triton.jit
 def pairs_worth(pair, scale, DTYPE: tl.constexpr):
-    """[N, DP] of DTYPE: what pairs of codes [N, DP / 2] are worth by scales [N, DP / 16]."""
+    """[N, DP] of DTYPE: pairs of e2m1 codes [N, DP / 2] dequantized by scales [N, DP / 16]."""
     N: tl.constexpr = scale.shape[0]
     BLOCKS: tl.constexpr = scale.shape[1]
-    # By a broadcast: behind tl.join the compiler gives operands of tensor cores a layout of at
-    # least 32 elements along K, also where K is 16.
+    # By a broadcast: after tl.join the compiler gives operands of tensor cores a layout of at least
+    # 32 elements along K, also where K is 16.
     code = pair.to(tl.int32)[:, :, None] >> (tl.arange(0, 2) * 4)[None, None, :]
     # The lowest bits of exponent and mantissa: a number is 2 ** 126 times that.
     bits = tl.reshape(((code & 7) << 22) | ((code & 8) << 28), (N, BLOCKS, 16))
@@ -150,7 +151,7 @@ def write_kv_kernel(
 
 @triton.jit
 def _put_slots(at, most, token, position, row, slot, location, own, mask):
-    """Store what is known of slots, a line each."""
+    """Store the fields of slots, one row per field."""
     tl.store(at, token, mask=mask)
     tl.store(at + most, position, mask=mask)
     tl.store(at + 2 * most, row, mask=mask)
@@ -181,8 +182,8 @@ def decode_slots_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: each of its numbers is a cell of the tables, a row, then a slot of padding.
-    PDL: as in `await_previous`; the next kernel is not launched before this one is done."""
+    """One program whose lanes are first table cells, then rows, then padding slots. PDL: as in
+    `await_previous`; the next kernel is not launched before this one is done."""
     await_previous(PDL, False)
     i = tl.arange(0, BLOCK)
     inside = i < most
@@ -243,8 +244,8 @@ def mark_entries(
     indices, row, page_table, frame_of, found, sources, targets, head, entries, topk, table_stride,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Page of each entry, to `found`; in the map -1 - e marks e as the first entry of a page that
-    has no frame. Entry e is place e % topk of token e // topk."""
+    """Store the page of each entry to `found`; in frame_of, -1 - e marks e as the first entry of a
+    page without a frame. Entry e is selection e % topk of token e // topk."""
     for begin in range(0, entries, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         inside = e < entries
@@ -265,8 +266,8 @@ def give_frames(
     frame_of, page_in, used, sources, targets, hand, step, missing, first_page, first_frame, frames,
     SHEETS: tl.constexpr, SEARCHED: tl.constexpr,
 ):  # fmt: skip
-    """Give the `missing` pages in sources the next frames from `hand` on around that were not used
-    in this step; returns where the next search goes on."""
+    """Give the `missing` pages in sources the next frames, cyclically from `hand` on, that are not
+    used in this step; returns where the next search starts."""
     given, searched, last = 0, 0, hand - 1
     while given < missing:
         i = searched + tl.arange(0, SEARCHED)

@@ -2,14 +2,14 @@
 
 A quantized cache is bytes: [pages, h_kv, S, b], contiguous, where b = `KvFormat.slot_bytes` of d
 elements; its dtype, uint8 or int8, tells the format. The bytes of one page and KV head are one
-block: the numbers of its slots, and behind them the slots' scales.
+block: the codes of its slots, followed by the slots' scales.
 
-* fp8_e4m3 (uint8): a float8 e4m3 number is a byte, and a slot has an exponent e: a number x is
-  worth x * 2 ** (e - 127). A slot that was given an infinity or NaN is NaN as a whole: 0 times
-  infinity, with e = 255.
-* fp4_e2m1 (int8): two e2m1 numbers share a byte, the first in its low half, and every 16 elements
-  of a slot have an e4m3 scale, e4m3(largest / 6), which they are multiplied by. 16 elements that
-  were given an infinity or NaN are NaN.
+* fp8_e4m3 (uint8): one e4m3 code per element, and an exponent e per slot: the value of a code x is
+  x * 2 ** (e - 127). A slot that was given an infinity or NaN is NaN as a whole: 0 times infinity,
+  with e = 255.
+* fp4_e2m1 (int8): two e2m1 codes share a byte, the first in its low half, and every 16 elements of
+  a slot have an e4m3 scale, e4m3(largest / 6), which they are multiplied by. 16 elements that were
+  given an infinity or NaN are NaN.
 
 A page fills token by token. A scale of the whole page would depend on tokens that come later, or
 change when they come, and what a query reads on how the sequence was cut into steps. A slot's scale
@@ -84,7 +84,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     the nearest, ties to even.
     """
     bits = x.float().abs().amax(dim=-1).view(torch.int32)
-    # The largest e4m3 number, 448, is 1.75 * 2 ** 8.
+    # The largest e4m3 value, 448, is 1.75 * 2 ** 8.
     exponent = ((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000)).clamp(min=1)
     exponent.masked_fill_(bits >= 0x7F800000, NOT_FINITE)
     scaled = x.float() / scales(exponent).unsqueeze(-1)
@@ -103,14 +103,14 @@ def scales(exponents: Tensor) -> Tensor:
 
 
 def pack(values: Tensor, form: KvFormat = FP8_E4M3) -> Tensor:
-    """Whole pages [..., S, d] as a quantized cache holds them, [..., S, b] bytes."""
+    """Whole pages [..., S, d] in the format of a quantized cache, [..., S, b] bytes."""
     blocks = torch.cat([part.flatten(-2) for part in encode(values, form)], dim=-1)
     width = form.slot_bytes(values.shape[-1])
     return blocks.view(*values.shape[:-1], width).view(getattr(torch, form.dtype))
 
 
 def take(cache: Tensor, *index: Tensor) -> Tensor:
-    """cache[index] of a quantized cache [pages, h_kv, S, b], worth [.., S, d] in float32."""
+    """cache[index] of a quantized cache [pages, h_kv, S, b], dequantized: [.., S, d] float32."""
     codes, found = parts(cache)
     return decode(codes[index], found[index], form_of(cache)[0])
 

@@ -1,4 +1,4 @@
-"""Which frames on the device hold pages that lie in host memory, and which pages must come."""
+"""Assigns frames in device memory to the selected pages, which lie in host memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cairn.ops.checks import INT32, INT64, check_rows, expect, refuse
 from cairn.ops.registry import op
 
 NOWHERE = -(1 << 31)
-"""In the map, of a page without a frame."""
+"""Value of frame_of for a page without a frame."""
 AT_ONCE = 1024
-"""Entries, or frames, that a program looks at together."""
+"""Entries, or frames, per iteration of a program."""
 
 
 @op(mutates=("frame_of", "page_in", "used", "state"))
@@ -29,12 +29,12 @@ def resolve_frames(
     renewed: Tensor | None = None,
     layer_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give every selected page a frame, of each KV head by itself.
+    """Give every selected page a frame, for each KV head separately.
 
-    A page that has a frame keeps it. The others get, in the order in which they come first, the
-    next frames that this call does not use, from where the last search ended on around; what these
-    held has no frame any more. `state` holds where the search goes on, the number of this call, and
-    adds up distinct pages that had a frame and distinct ones that had none.
+    A page that has a frame keeps it. The others get, in order of first appearance, the next frames
+    that this call does not use, cyclically from where the last search ended; the pages that these
+    frames held lose them. `state` has the start of the next search, the number of this call, and
+    running counts of distinct pages with a frame and without.
 
     Args:
         indices: [T, h_kv, K] int32, logical pages; a negative one is no page.
@@ -126,8 +126,8 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 @resolve_frames.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """A program a head: it marks the first entry of each missing page in the map, counts those in
-    the order of entries, and gives them frames."""
+    """One program per head: marks the first entry of each missing page in frame_of, numbers these
+    in the order of entries, and gives them frames."""
     tokens, heads, topk = call.indices.shape
     frames = gpu.empty(call.indices.shape, torch.int32, call.indices.device)
     lines = (heads, tokens * topk)

@@ -1,4 +1,4 @@
-"""Keys and values of a step enter the paged cache."""
+"""Write of a step's keys and values into the paged cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 
 NUMBERS = 1024
-"""Of a program, which copies heads of a key and of its value."""
+"""Elements per program, which copies heads of a key and of its value."""
 
 
 @op(mutates=("k_cache", "v_cache"))
@@ -73,7 +73,7 @@ def _(call: Call) -> None:
         kept = (location >= 0).nonzero()[:, 0]
         k, v, location = k[kept], v[kept], location[kept]
     page = location // page_size
-    # Line of head 0; each further head lies page_size lines after it.
+    # Row of head 0 in the flattened cache; each further head lies page_size rows after it.
     line = page * ((heads - 1) * page_size) + location
     heads_behind = torch.arange(0, heads * page_size, page_size, device=line.device)
     lines = (line.unsqueeze(1) + heads_behind).flatten()

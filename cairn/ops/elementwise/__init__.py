@@ -1,6 +1,6 @@
 """Concatenation, float8 casts, positions, the Hadamard transform.
 
-Ops of other families that sgl-kernel has in its module `elementwise` are exported here too.
+Ops of other families that are in sgl-kernel's module `elementwise` are exported here too.
 """
 
 from cairn.ops.activation.gelu_and_mul import gelu_and_mul

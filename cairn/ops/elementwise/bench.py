@@ -23,11 +23,12 @@ from cairn.ops.elementwise.timestep_embedding import timestep_embedding
 from cairn.ops.testing import Arguments
 
 MOST_TIMED = 4096
-"""Tokens: their queries are 600 MB."""
+"""Tokens, whose queries take 600 MB."""
 
 
 HEADS, NOPE, ROPE, LATENT = 128, 128, 64, 512
-"""DeepSeek-V3's: query heads, numbers without and with a position, numbers of the latent."""
+"""DeepSeek-V3's: query heads, elements without and with rotary embedding, elements of the
+latent."""
 
 
 def _cat(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def _(draw: Draw) -> Points:
 
 
 def _copy_of(given: Tensor, device: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """torch's copy, which does not wait for what is pinned."""
+    """torch's copy, which is asynchronous from pinned memory."""
     pinned = given if device == "cpu" else given.pin_memory()
     return lambda output, _: output.copy_(pinned, non_blocking=True)
 
@@ -81,7 +82,7 @@ def _(draw: Draw) -> Points:
 
 @mla_kv_pack_quantize_fp8_into.bench
 def _(draw: Draw) -> Points:
-    """DeepSeek-V3's heads, of a prompt."""
+    """DeepSeek-V3's heads for the tokens of a prompt."""
     tiny = len(draw.layers) == 1
     for tokens, heads, nope, rope in ((5, 2, 16, 8),) if tiny else ((8192, 16, 128, 64),):
         k, pe = draw.randn(tokens, heads, nope), draw.randn(tokens, 1, rope)

@@ -87,7 +87,7 @@ def _launch(first: Tensor, second: Tensor, out: Tensor) -> None:
     replayed=True,
 )
 def _(call: Call) -> None:
-    # Not every device that runs these kernels knows float8: it moves as bytes.
+    # Not every device that runs these kernels supports float8: it is copied as bytes.
     parts = (call.k_nope, call.k_rope, call.k)
     _launch(*(x.view(torch.uint8) if x.dtype in KINDS else x for x in parts))
 

@@ -1,4 +1,4 @@
-"""Small integers from the host to a device."""
+"""Copies of a few integers from the host to a device, in a kernel's arguments."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def put_integers(output: Tensor, input: Tensor) -> None:
 @put_integers.front
 def copy_to_gpu_no_ce(input: Tensor, output: Tensor) -> None:
     """output = input, in place, without a copy engine: up to 128 integers travel as the arguments
-    of a kernel, which waits behind no other copy. More are copied as torch does.
+    of a kernel, which does not queue after other copies. More are copied as torch does.
 
-    The host reads `input` at once: a CUDA graph replays what it held at capture.
+    The host reads `input` at once: a CUDA graph replays the values at capture.
 
     Args:
         input: [n] int32, on the CPU or on output's device.

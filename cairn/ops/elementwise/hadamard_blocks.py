@@ -1,4 +1,4 @@
-"""Hadamard transforms of c * 2^m numbers, c = 12, 20, 28 or 40."""
+"""Hadamard transforms of c * 2^m elements, c = 12, 20, 28 or 40."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def hadamard(order: int, device: torch.device | None = None) -> Tensor:
 
 
 def _circulant(signs: str, device: torch.device) -> Tensor:
-    """Each row is the one above, moved on by one; the first is given."""
+    """Each row is the row above, rotated right by one; `signs` is the first row."""
     size = len(signs)
     bits = sum(1 << i for i, sign in enumerate(signs) if sign == "+")
     at = torch.arange(size, device=device)
@@ -109,7 +109,7 @@ def _circulant(signs: str, device: torch.device) -> Tensor:
 
 
 def _squares(prime: int) -> str:
-    """A sign of each number modulo a prime, "+" of 0 and of squares."""
+    """The sign of each residue modulo a prime: "+" for 0 and quadratic residues."""
     squares = {i * i % prime for i in range(prime)}
     return "".join("+" if i in squares else "-" for i in range(prime))
 

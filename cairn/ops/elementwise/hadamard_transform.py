@@ -14,7 +14,7 @@ from cairn.ops.registry import op
 LEAST, NARROW, LONGEST = 16, 128, 1 << 14
 """Smallest size of a matrix product; longest rows of one product; longest rows of a program."""
 ROWS, WARPS, PROGRAMS = 64, 4, 132 * 8
-"""Rows of a program at a time, its warps, and most programs: each loops over rows."""
+"""Rows per iteration of a program, its warps, and most programs: each loops over rows."""
 STAGES, ON_THE_WAY = 3, 64 << 10
 """Most pipeline stages of a program of long rows, and most shared memory of them together."""
 MEMORY = 192 << 10
@@ -25,7 +25,7 @@ MEMORY = 192 << 10
 def hadamard_transform(x: Tensor, scale: float = 1.0) -> Tensor:
     """x padded with zeros to a power of two n, times H_n * scale, cut back; rounded once.
 
-    H_n[i, j] = (-1)^(number of bits that i and j have in common): Sylvester's order.
+    H_n[i, j] = (-1)^(number of common 1 bits of i and j): Sylvester's order.
 
     Args:
         x: [..., d] float32, bfloat16 or float16, d > 0; rows may be strided.

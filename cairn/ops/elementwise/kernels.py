@@ -15,8 +15,8 @@ def concat_kernel(
     FIRST: tl.constexpr, SECOND: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[token, head] = [first [FIRST] | second [SECOND]]: BLOCK of a token's numbers, which are
-    written in one piece. A token has PARTS programs. PDL: as in `await_previous`."""
+    """out[token, head] = [first [FIRST] | second [SECOND]]: BLOCK elements of a token, which are
+    contiguous in out. A token has PARTS programs. PDL: as in `await_previous`."""
     await_previous(PDL)
     token, part = row_and_part(PARTS)
     number = part * BLOCK + tl.arange(0, BLOCK)
@@ -33,7 +33,8 @@ def concat_kernel(
 
 @triton.jit
 def fp8_code(number, E4M3: tl.constexpr, HARDWARE: tl.constexpr):
-    """The byte of a float32 as float8 e4m3 or e5m2. HARDWARE: the device knows both formats."""
+    """The byte of a float32 as float8 e4m3 or e5m2. HARDWARE: the device converts to both
+    formats."""
     if HARDWARE:
         most: tl.constexpr = 448.0 if E4M3 else 57344.0
         number = tl.where(number < -most, -most, number)
@@ -174,7 +175,7 @@ def zero_rows_kernel(
 
 @triton.jit
 def hadamard_signs(N: tl.constexpr):
-    """[N, N] float32: (-1) ** (bits that row and column have in common), N <= 256."""
+    """[N, N] float32: (-1) ** (number of common 1 bits of row and column), N <= 256."""
     i = tl.arange(0, N)
     both = i[:, None] & i[None, :]
     both = both ^ (both >> 4)
@@ -185,7 +186,7 @@ def hadamard_signs(N: tl.constexpr):
 
 @triton.jit
 def halves(number, HALF: tl.constexpr):
-    """float32 as a sum of two numbers that a tensor core multiplies by 1 and -1 without loss.
+    """float32 as a sum of two values that a tensor core multiplies by 1 and -1 without loss.
 
     HALF: in bfloat16, of whose 16 bits half precision needs 11.
     """
@@ -247,7 +248,7 @@ def hadamard_kernel(
 ):
     """out[row] = x[row] H_AB * scale, a row at a time, taken as [A, B]: (H_A X) H_B.
 
-    In this order what the first product gives is multiplied out of the registers that it is in.
+    In this order the result of the first product is an operand of the second in registers.
     """
     half: tl.constexpr = x.dtype.element_ty != tl.float32
     place = tl.arange(0, A)[:, None] * B + tl.arange(0, B)[None, :]

@@ -1,4 +1,4 @@
-"""Keys of MLA heads, concatenated of their parts, and values, cast to float8."""
+"""Keys of MLA heads, concatenated from their two parts, and values, cast to float8."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def mla_kv_pack_quantize_fp8_into(
     k_scale_inv: float = 1.0,
     v_scale_inv: float = 1.0,
 ) -> None:
-    """Write what `mla_kv_pack_quantize_fp8` returns.
+    """`mla_kv_pack_quantize_fp8` into given tensors.
 
     Args:
-        k_nope, k_pe, v, k_scale_inv, v_scale_inv: as there.
+        k_nope, k_pe, v, k_scale_inv, v_scale_inv: as in `mla_kv_pack_quantize_fp8`.
         k_out, v_out: [T, H, dn + dr], [T, H, dv] float8_e4m3fn or float8_e5m2, contiguous; changed.
     Raises:
-        BadArgument: as there.
+        BadArgument: for another shape, dtype, device or layout.
     """
     keys = torch.cat((k_nope, k_pe.expand(-1, k_nope.shape[1], -1)), dim=-1)
     k_out.copy_(to_fp8(keys.float() * k_scale_inv, k_out.dtype))
@@ -57,8 +57,8 @@ def mla_kv_pack_quantize_fp8(
 
     Args:
         k_nope: [T, H, dn] float32, bfloat16 or float16; tokens and heads may be strided.
-        k_pe: [T, 1, dr] of its dtype, of all heads; tokens may be strided.
-        v: [T, H, dv] of its dtype; tokens and heads may be strided.
+        k_pe: [T, 1, dr] of k_nope's dtype, shared by all heads; tokens may be strided.
+        v: [T, H, dv] of k_nope's dtype; tokens and heads may be strided.
         k_scale_inv, v_scale_inv: one over the scales that the results are to be multiplied by.
         k_out, v_out: [T, H, dn + dr], [T, H, dv] of fp8_dtype, contiguous, written and returned.
         fp8_dtype: float8_e4m3fn or float8_e5m2.

@@ -52,8 +52,8 @@ def _(call: Call) -> Tensor:
 
 @op(mutates=("input_ids",))
 def resolve_future_token_ids(input_ids: Tensor, future_map: Tensor) -> None:
-    """input_ids < 0 become future_map[-input_ids], in place: tokens that were not known when the
-    step was planned.
+    """input_ids < 0 become future_map[-input_ids], in place: tokens that were not yet sampled when
+    the step was scheduled.
 
     Args:
         input_ids: [T] int32 or int64, changed; at least 1 - n.
@@ -102,7 +102,7 @@ def _(call: Call) -> None:
 def fixup_zero_kv_rows(
     out: Tensor, lse: Tensor, kv_lens: Tensor, cum_seq_lens: Tensor, max_seq_len: int
 ) -> None:
-    """Tokens of requests that have no keys: out becomes 0 and lse -inf, whatever stood there.
+    """Tokens of requests that have no keys: out becomes 0 and lse -inf, also where they were NaN.
 
     Args:
         out: [T, H, d] float32, bfloat16 or float16, changed; tokens may be strided.

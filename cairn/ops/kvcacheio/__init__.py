@@ -1,4 +1,4 @@
-"""Pages of keys and values on their way between devices, hosts and layouts.
+"""Copies of KV cache pages between devices, host memory and layouts.
 
 The functions of sgl-kernel's module `kvcacheio` are importable from `cairn.ops.kvcacheio` too.
 """

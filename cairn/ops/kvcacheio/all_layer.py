@@ -55,7 +55,7 @@ def transfer_kv_all_layer_mla(
     block_quota: int = 2,
     num_warps_per_block: int = 32,
 ) -> None:
-    """`transfer_kv_all_layer` where keys and values are one.
+    """`transfer_kv_all_layer` for MLA caches, with one buffer in place of keys and values.
 
     Args:
         src_layers, dst_layers: [num_layers] uint64, as there.
@@ -114,12 +114,12 @@ def transfer_kv_all_layer_mla_lf_pf(
     block_quota: int = 2,
     num_warps_per_block: int = 32,
 ) -> None:
-    """`transfer_kv_all_layer_lf_pf` where keys and values are one.
+    """`transfer_kv_all_layer_lf_pf` for MLA caches, with one buffer in place of keys and values.
 
     Args:
         src_layers: [num_layers] uint64 addresses, as in `transfer_kv_all_layer`.
         dst: [slots, layers, ...], dst_layout_dim bytes a slot.
-        src_indices, dst_indices, item_size, dst_layout_dim: as there.
+        src_indices, dst_indices, item_size, dst_layout_dim: as in `transfer_kv_all_layer_lf_pf`.
     Raises:
         BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """

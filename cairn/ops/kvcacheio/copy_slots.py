@@ -1,4 +1,4 @@
-"""The copy under all transfers of keys and values that a kernel does."""
+"""The op that all kernel-based transfers of keys and values call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def copy_slots(
     too, if their memory is pinned; else torch moves them.
 
     Args:
-        src_indices, dst_indices: [T] int64. A token with a negative one is left out: it is padding.
+        src_indices, dst_indices: [T] int64. A token with a negative index is padding and is
+            skipped.
         src_k, dst_k, src_v, dst_v: buffers of keys and values of any dtype, contiguous; or, for
             layers in buffers of their own, tables [>= layers] uint64 of their addresses. Without
             values: None.
@@ -67,7 +68,8 @@ def copy_slots(
 
 
 def _buffer(given: Tensor, layer: int, layout: Layout, indices: Tensor) -> Tensor:
-    """A buffer; of a table, the part of the layer's buffer that indices reach."""
+    """A buffer; or, from a table of addresses, the part of the layer's buffer that the indices
+    reach."""
     if given.dtype != TABLE:
         return given
     slots = int(indices.max()) + 1 if indices.numel() else 0
@@ -79,7 +81,7 @@ def _buffer(given: Tensor, layer: int, layout: Layout, indices: Tensor) -> Tenso
 
 
 def _words(call: Call) -> bool:
-    """Runs of whole words, in memory that a kernel reaches."""
+    """Runs of whole 8-byte words, in memory that a kernel can access."""
     own, other = Layout(*call.src_layout), Layout(*call.dst_layout)
     runs = max(own.heads, other.heads)
     whole = call.item_size % (WORD * runs) == 0 and {own.heads, other.heads} <= {1, runs}

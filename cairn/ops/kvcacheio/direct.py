@@ -1,7 +1,7 @@
 """Transfers by copies that the host queues, one for each run of slots or page.
 
-Indices are read on the host: a graph cannot capture these. No registered ops, for nothing is
-computed here; torch.compile breaks the graph at each.
+Indices are read on the host: a graph cannot capture these. These are not registered ops, since they
+only queue copies; torch.compile breaks the graph at each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ def transfer_kv_direct(
     dst_indices: Tensor,
     page_size: int,
 ) -> None:
-    """Copy tokens between buffers of one layout; slots in a row on both sides are one copy.
+    """Copy tokens between buffers of one layout; slots that are consecutive on both sides are one
+    copy.
 
     Args:
         src_layers, dst_layers: buffers [slots, ...], as many on both sides, of the same rows.
@@ -134,7 +135,7 @@ def _pages(
 
 
 def _runs(source: list[int], target: list[int]) -> Iterator[tuple[int, int]]:
-    """[begin, end) of stretches in which both sides go up by one."""
+    """[begin, end) of runs in which the indices of both sides are consecutive."""
     begin = 0
     for i in range(1, len(source) + 1):
         goes_on = (

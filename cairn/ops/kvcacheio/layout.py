@@ -7,7 +7,7 @@ functions' names:
 * pf, page first: token i, layer L at i * dim + L * item, with dim = layers * item.
 * ph, page head: [pages, heads, page_size, layers, item / heads].
 
-They are one, the last: lf has one layer, and lf and pf have one head and pages of one token.
+lf and pf are special cases of ph: lf has one layer, and both have one head and pages of one token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     Attributes:
         dim: bytes of a token in all layers of a buffer.
         page_size: tokens of a page.
-        heads: parts of an item that lie apart.
+        heads: parts of an item that are not adjacent in memory.
     """
 
     dim: int
@@ -41,8 +41,8 @@ class Layout(NamedTuple):
         return buffer.view(-1).view(torch.uint8).view(shape)
 
     def steps(self, item: int, run: int) -> tuple[int, int, int, int]:
-        """Bytes from page to page, token to token of a page, layer to layer, and from one run of
-        an item to the next; a run lies side by side in both layouts of a copy."""
+        """Bytes from page to page, token to token of a page, layer to layer, and from one run of an
+        item to the next; a run is contiguous in both layouts of a copy."""
         page, parts = self.page_size * self.dim, self.heads
         layer = item // parts if self.layers(item) > 1 else 0
         return page, self.dim // parts, layer, run if parts == 1 else page // parts

@@ -48,11 +48,11 @@ def transfer_kv_per_layer_mla(
     block_quota: int = 2,
     num_warps_per_block: int = 32,
 ) -> None:
-    """`transfer_kv_per_layer` where keys and values are one.
+    """`transfer_kv_per_layer` for MLA caches, with one buffer in place of keys and values.
 
     Args:
         src, dst: [slots, ...] any dtype, contiguous, item_size bytes a slot.
-        src_indices, dst_indices, item_size: as there.
+        src_indices, dst_indices, item_size: as in `transfer_kv_per_layer`.
     Raises:
         BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """
@@ -105,12 +105,13 @@ def transfer_kv_per_layer_mla_pf_lf(
     block_quota: int = 2,
     num_warps_per_block: int = 32,
 ) -> None:
-    """`transfer_kv_per_layer_pf_lf` where keys and values are one.
+    """`transfer_kv_per_layer_pf_lf` for MLA caches, with one buffer in place of keys and values.
 
     Args:
         src: [slots, layers, ...], src_layout_dim bytes a slot.
         dst: [slots, ...] of layer layer_id, item_size bytes a slot.
-        src_indices, dst_indices, layer_id, item_size, src_layout_dim: as there.
+        src_indices, dst_indices, layer_id, item_size, src_layout_dim: as in
+            `transfer_kv_per_layer_pf_lf`.
     Raises:
         BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """

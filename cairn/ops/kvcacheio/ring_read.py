@@ -34,7 +34,8 @@ def ring_read(target: Tensor, ring: Tensor, count: Tensor) -> None:
 
 
 def check_ring(op: str, ring: Tensor, count: Tensor, like: Tensor) -> None:
-    """Raise BadArgument unless ring and count are such that kernels on `like`'s device reach."""
+    """Raise BadArgument unless ring and count have the documented layout, in memory that kernels on
+    `like`'s device can access."""
     if len(ring) == 0:
         refuse(op, "ring", f"has shape {list(ring.shape)}, not one entry or more")
     if ring.device != like.device and not (ring.device.type == "cpu" and ring.is_pinned()):

@@ -20,15 +20,16 @@ def ring_write(
     kept: Tensor | None = None,
     place: Tensor | None = None,
 ) -> None:
-    """ring[(count - 1) % N, :n] = values: the answer to the entry that `ring_read` took last. And
-    kept[place] = values, where the next step finds them.
+    """ring[(count - 1) % N, :n] = values: the output for the entry that `ring_read` took last. Also
+    kept[place] = values, which the next step reads.
 
     Args:
         values: [n] int64, contiguous.
         ring: [N, W] int64, contiguous, N > 0 and W >= n, on the device of the values or pinned.
         count: [1] int64, entries taken so far, one or more.
         kept: [K] int64, contiguous, or None.
-        place: [n] int64 in [0, K), contiguous; with `kept`. One that comes twice is undefined.
+        place: [n] int64 in [0, K), contiguous; with `kept`. The result of a repeated place is
+            undefined.
     Raises:
         BadArgument: for another shape, dtype, device or layout.
     """

@@ -1,4 +1,4 @@
-"""What the public transfers have in common: they name two sides, and copy from one to the other."""
+"""Checks and copies shared by the public transfers, between a source and a destination side."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def copy(
 def _expect_slots(
     name: str, src: Side, dst: Side, src_indices: Tensor, dst_indices: Tensor
 ) -> None:
-    """Tokens that are left out may have any; of tables nobody knows how long their buffers are."""
+    """Check slots on the host. Skipped tokens may have any slot; with tables of addresses the
+    buffers' lengths are unknown."""
     if not on_host(src_indices):
         return
     for what, side, indices in (("src", src, src_indices), ("dst", dst, dst_indices)):

@@ -1,4 +1,4 @@
-"""What the norms share: the looks at their arguments, and how kernels of rows are launched."""
+"""Argument checks and kernel launches shared by the norms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.ops.registry import Op
 LONGEST = 1 << 15
 """Elements of the longest row that one program takes."""
 PROGRAM = 2048
-"""Elements of short rows that one program takes together."""
+"""Elements per program for short rows, several of which share a program."""
 
 
 def check_rows(op: str, input: Tensor, weight: Tensor, out: Tensor | None = None) -> None:
@@ -64,7 +64,8 @@ def in_rows(call: Call) -> bool:
 
 
 def both_in_rows(call: Call) -> bool:
-    """The same of both, in memory that is a matrix of rows: what is changed is not copied."""
+    """The same for input and residual, where both are matrices in memory, so that they are changed
+    in place without copies."""
     return rows_of(call.input) is not None and rows_of(call.residual) is not None
 
 
@@ -76,7 +77,8 @@ def norms_sums(x: Tensor) -> bool:
 def register_rows(op: Op[..., Tensor], *, shifted: bool = False, rounded: bool = False) -> None:
     """Register the check and the kernel of a norm of rows (input, weight, eps, out).
 
-    shifted: the weight is stored less 1. rounded: before the product with the weight, too.
+    shifted: the stored weight is the weight - 1. rounded: also round before the product with the
+    weight.
     """
     op.check(lambda call: check_rows(op.name, call.input, call.weight, call.out))
 
@@ -86,7 +88,7 @@ def register_rows(op: Op[..., Tensor], *, shifted: bool = False, rounded: bool =
 
 
 def register_sums(op: Op[..., None], *, shifted: bool = False) -> None:
-    """The same of a norm of a sum, in place (input, residual, weight, eps)."""
+    """The same for a norm of a sum, in place (input, residual, weight, eps)."""
     op.check(lambda call: check_sum(op.name, call.input, call.residual, call.weight))
 
     @op.implementation("triton", devices=gpu.DEVICES, when=both_in_rows, replayed=True)

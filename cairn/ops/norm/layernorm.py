@@ -21,7 +21,7 @@ def layernorm(input: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1
         input: [..., H] float32, bfloat16 or float16; rows may be strided.
         weight: [H], input's dtype or float32.
         bias: as weight, or None.
-        eps: added to the variance, which is the mean square of the distance from the mean.
+        eps: added to the (biased) variance.
     Raises:
         BadArgument: for another shape, dtype or device.
     """

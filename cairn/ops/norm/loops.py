@@ -23,7 +23,7 @@ def norm_row(given, weight, eps, row):
 
 @jit(threads=True)
 def norm_rows(x, weight, eps, out):
-    """Every row of x [n, H], normed, in out [n, H], which may be x."""
+    """`norm_row` of every row of x [n, H] to out [n, H], which may be x."""
     for n in prange(len(x)):
         row = np.empty(x.shape[1], np.float32)
         norm_row(x[n], weight, eps, row)

@@ -1,4 +1,4 @@
-"""Root mean square normalisation of what is added to a residual stream."""
+"""Root mean square normalisation of a branch's output, added to the residual stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _(call: Call) -> None:
 
 @rmsnorm_add.implementation("torch", devices=("cpu",))
 def _(call: Call) -> None:
-    """Three to five calls instead of eight, which few rows notice."""
+    """Three to five calls of PyTorch instead of eight, which is faster for few rows."""
     normed = torch.nn.functional.rms_norm(
         call.input.float(), call.weight.shape, call.weight.float(), call.eps
     )

@@ -19,8 +19,8 @@ def rmsnorm_hf(
 ) -> Tensor:
     """input * rsqrt(mean(input^2) + eps), rounded to input's dtype, then * weight, rounded again.
 
-    As the models of Hugging Face's transformers compute it: what is to agree with them to the last
-    bit takes this one.
+    This is the order of roundings in Hugging Face's transformers; needed to agree with it bit for
+    bit.
 
     Args:
         input: [..., H] float32, bfloat16 or float16; rows may be strided.

@@ -1,1 +1,1 @@
-"""Numbers in 8 and 4 bits with their scales."""
+"""Quantization of values to 8 and 4 bits with scales."""

@@ -1,5 +1,6 @@
-"""Matrices in e4m3 with a scale for each block, and rows with one for each group of numbers, as
-float32: what definitions of their products share (DeepSeek-V3 report, section 3.3)."""
+"""Matrices in e4m3 with a scale for each block, and rows with one for each group of elements,
+dequantized to float32; used by the reference implementations of block-scaled GEMMs (DeepSeek-V3
+report, section 3.3)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from cairn.ops.quantization.codes import E4M3_MAX, e4m3, inverse, scale_for
 SIZE = 128
 """Elements of a group, and rows and columns of a block."""
 EPS = 1e-10
-"""Least magnitude of a group."""
+"""Lower bound of a group's largest magnitude."""
 
 
 def count(elements: int) -> int:
-    """Groups of so many numbers; the last one may be short."""
+    """Number of groups of this many elements; the last group may be shorter."""
     return -(-elements // SIZE)
 
 
@@ -26,7 +27,7 @@ def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def spread(scale: Tensor, axis: int, elements: int) -> Tensor:
-    """Scales of groups along an axis, for each of so many numbers."""
+    """Scales of groups along an axis, repeated for each of its elements."""
     return scale.repeat_interleave(SIZE, dim=axis).narrow(axis, 0, elements)
 
 
@@ -40,6 +41,6 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Rows [R, K] as float32, of what `quantized` keeps of them."""
+    """Rows [R, K] quantized and dequantized: float32."""
     codes, scale = quantized(x)
     return codes.float() * spread(scale, 1, x.shape[1])

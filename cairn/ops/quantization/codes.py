@@ -1,4 +1,4 @@
-"""Numbers as codes of 8 bits: what the definitions of this folder share."""
+"""8-bit codes and scales, as the reference implementations of this folder compute them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ INT8_MAX = 127.0
 
 
 def scale_for(amax: Tensor, largest: float) -> Tensor:
-    """amax / largest, rounded once: by a plain number, a GPU would multiply with its reciprocal."""
+    """amax / largest, rounded once. Divided by a tensor: by a Python number, a GPU would multiply
+    by the reciprocal."""
     return amax / torch.full_like(amax, largest)
 
 

@@ -11,11 +11,11 @@ _INFINITY = 0x7F800000
 
 
 def encode(scale: Tensor) -> Tensor:
-    """uint8 codes of the least powers of two that are not below scales (float32).
+    """uint8 codes of scales (float32) rounded up to powers of two.
 
-    0 becomes 2 ** -127, a subnormal number 2 ** -126. What is negative, not finite or above
-    2 ** 127 becomes NaN. PyTorch's conversion to float8_e8m0fnu is another one: it rounds to the
-    nearest power and drops the sign.
+    0 becomes 2 ** -127, a subnormal number 2 ** -126. Values that are negative, not finite or above
+    2 ** 127 become NaN. PyTorch's conversion to float8_e8m0fnu differs: it rounds to the nearest
+    power and drops the sign.
     """
     bits = (scale + 0.0).contiguous().view(torch.int32)  # -0 is 0
     # NaN as infinity: the sum must not overflow.
@@ -32,5 +32,5 @@ def decode(code: Tensor) -> Tensor:
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """The least powers of two that are not below scales, as float32: `encode`, then `decode`."""
+    """Scales rounded up to powers of two, as float32: `encode`, then `decode`."""
     return decode(encode(scale))

@@ -1,4 +1,4 @@
-"""Kernels that turn numbers into codes of 8 and of 4 bits."""
+"""Kernels that quantize to 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def code_of(
     """float32 as a byte.
 
     Args:
-        ROUNDING: "e4m3"; or of int8 "nearest", for numbers that need no clamp (NaN becomes -1), or
+        ROUNDING: "e4m3"; or of int8 "nearest", for values that need no clamp (NaN becomes -1), or
             "truncate" (NaN becomes 0).
         CLAMPED: to low .. high first. The hardware's e4m3 needs no clamp to -448 .. 448.
         HARDWARE: the device knows e4m3.
@@ -55,7 +55,7 @@ def code_of(
 
 @triton.jit
 def largest_bits(number, AXIS: tl.constexpr):
-    """Bits of the largest magnitude: NaN is larger than any number."""
+    """Bits of the largest magnitude; NaN counts as the largest."""
     return tl.max(number.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS)
 
 
@@ -94,8 +94,8 @@ def tensor_kernel(
     x, q, scale, parts, count, number_of_parts, high,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A block of x by the scale of the whole; with parts, that comes from them and is stored.
-    PDL: as in `await_previous`."""
+    """A block of x, quantized with the scale of the whole tensor; with parts, the scale is computed
+    from them and stored. PDL: as in `await_previous`."""
     await_previous(PDL)
     if parts is None:
         own = tl.load(scale)
@@ -121,8 +121,8 @@ def gated(gate, up):
 
 @triton.jit
 def power_of_two(scale):
-    """The exponent, with a bias of 127, of the least power of two that is not below a scale, and
-    that power; 255 and NaN for what is not finite."""
+    """A scale rounded up to a power of two: its exponent, with a bias of 127, and its value; 255
+    and NaN if the scale is not finite."""
     # NaN as infinity: the sum must not overflow.
     exponent = (tl.minimum(scale.to(tl.int32, bitcast=True), 0x7F800000) + 0x7FFFFF) >> 23
     bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
@@ -138,12 +138,12 @@ def groups_kernel(
     INVERSE: tl.constexpr, CLAMPED: tl.constexpr, GATED: tl.constexpr, POWER: tl.constexpr,
     PACKED: tl.constexpr, HARDWARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """T groups of `width` elements, each by its own scale: TILE of a row, of so many rows.
+    """T groups of `width` elements, each with its own scale: TILE groups of each of T / TILE rows.
 
     Of `total` rows [per_row, width] row r is row r % rows of expert r // rows, or r without `rows`;
-    with masked_m only so many rows of an expert are there. `tiles`: of a row, as many as its scales
-    that are stored need, per_row or, when four exponents share a word (PACKED), a multiple of 4.
-    PDL: as in `await_previous`.
+    with masked_m only the first masked_m[expert] rows of an expert are in use. `tiles`: tiles per
+    row, enough for the stored scales: per_row of these or, when four exponents share a word
+    (PACKED), a multiple of 4. PDL: as in `await_previous`.
     """
     await_previous(PDL)
     program, place = tl.program_id(0), tl.arange(0, T)
@@ -186,7 +186,7 @@ def groups_kernel(
         inside = inside & finite
     tl.store(to, code, mask=inside)
     if PACKED:
-        # Four exponents share a word; bytes behind the last group are 0.
+        # Four exponents share a word; bytes after the last group are 0.
         word = expert * s_expert + inner * s_row + (group // 4) * s_group
         byte = tl.where(real, exponent, 0).to(tl.uint8)
         tl.store(scale.to(tl.pointer_type(tl.uint8)) + word * 4 + group % 4, byte, mask=alive)
@@ -234,7 +234,7 @@ def nvfp4_blocks(x, block, inside, width, global_scale, T: tl.constexpr, GATED: 
     not inside.
 
     Args:
-        x: the row; GATED: gates, and `width` behind each what it is of.
+        x: the row; GATED: gates, and `width` elements after each gate its up projection.
         global_scale: one float32.
     """
     # A thread loads 16 bytes at once, which lie within one block.
@@ -249,7 +249,7 @@ def nvfp4_blocks(x, block, inside, width, global_scale, T: tl.constexpr, GATED: 
         number = (gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)).to(number.dtype)
     number = number.to(tl.float32)
     largest = tl.max(largest_bits(number, 2), 1).to(tl.float32, bitcast=True)
-    # A block's scale has the sign of the global one, and their quotient none.
+    # A block's scale has the sign of the global one, so their quotient is positive.
     scale, code = e4m3_rounded(tl.abs(global_scale) * (largest * 0.16666666666666666))
     factor = inverse_of(scale * tl.abs(inverse_of(global_scale)))
     words = e2m1_words(number, factor[:, None, None], lane % 8 * 4)
@@ -272,7 +272,8 @@ def nvfp4_rows_kernel(
 ):  # fmt: skip
     """T blocks of a row of a group, the rows that pad the scales among them.
 
-    With a mask a group has only so many rows in use. tiles: of scales, side by side.
+    With a mask only the first mask[group] rows of a group are in use. tiles: tiles of scales per
+    row.
     """
     row = tl.program_id(0)
     if mask is not None:
@@ -303,8 +304,8 @@ def nvfp4_experts_kernel(
     x, codes, scales, global_scale, offsets, starts, order, rows, blocks, tiles, experts, x_row,
     T: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """T blocks of a row, of rows sorted by expert; and zeros for the row of scales of the same
-    number, if it is nobody's: there are more of those.
+    """T blocks of a row, of rows sorted by expert; and zeros for the row of scales with the same
+    index, if it belongs to no expert (there are more rows of scales than rows).
 
     Row r is row `order[r]` of x, if there is an order.
     """

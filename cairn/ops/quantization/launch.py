@@ -14,8 +14,8 @@ from cairn.ops.quantization.codes import E4M3_MAX
 from cairn.ops.quantization.kernels import amax_kernel, groups_kernel
 
 TILES = (1024, 4096)
-"""Elements per program, unless a group has more: of fewer than MANY elements in all, and of more.
-"""
+"""Elements per program, unless a group has more: for inputs of fewer than MANY elements, and for
+larger ones."""
 MANY = 1 << 21
 NUMBERS_A_WARP = 512
 WIDEST = 1 << 15
@@ -32,15 +32,15 @@ ONE_PROGRAM = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a number becomes a code.
+    """How a value is quantized.
 
     Attributes:
         low, high: of the codes; the largest magnitude of a group becomes `high`.
         rounding: "e4m3"; or to int8 "nearest" or "truncate".
-        eps: magnitude that a group has at least.
+        eps: lower bound of a group's largest magnitude.
         inverse: multiply by 1 / scale, do not divide.
         power: scales are powers of two.
-        gated: rows are [gate | up], the numbers silu(gate) * up.
+        gated: rows are [gate | up], and silu(gate) * up is quantized.
     """
 
     low: float

@@ -1,8 +1,8 @@
-"""NVFP4: numbers of 4 bits (e2m1) in blocks of 16, each block with an e4m3 scale.
+"""NVFP4: 4-bit values (e2m1) in blocks of 16, each block with an e4m3 scale.
 
-A number is worth code * S / g, with the block's scale S and the tensor's global scale g. Two codes
-share a byte, the first in its low half. The codes 0 .. 7 are 0, .5, 1, 1.5, 2, 3, 4 and 6; bit 3 is
-the sign.
+A value is code * S / g, with the block's scale S and the tensor's global scale g. Two codes share a
+byte, the first in its low half. The codes 0 .. 7 are 0, .5, 1, 1.5, 2, 3, 4 and 6; bit 3 is the
+sign.
 
 Scales [M, S] are stored in tiles as the matrix units of Blackwell read them: padded with zeros to
 multiples of 128 rows and 4 columns, the scale (m, s) lies at

@@ -11,20 +11,20 @@ from cairn.ops.quantization.kernels import nvfp4_rows_kernel
 from cairn.ops.quantization.nvfp4 import BLOCK, TILE_COLUMNS, padded
 
 MOST_BLOCKS = 256
-"""Blocks of a program."""
+"""Blocks per program."""
 BLOCKS_A_WARP, EXPERTS_A_WARP = 32, 128
-"""Blocks of a warp, and of one that first searches the row's expert."""
+"""Blocks per warp, without and with a search of the row's expert."""
 
 
 def in_rows(x: Tensor, groups: int, *others: Tensor) -> bool:
-    """Whether the kernels take x [.., K], so many groups of rows, and what belongs to it."""
+    """Whether the kernels take x [.., K] with this many groups of rows."""
     few = groups <= gpu.MOST_PROGRAMS
     few = few and x.shape[-1] <= gpu.MOST_PROGRAMS * MOST_BLOCKS * BLOCK
     return few and x.stride(-1) == 1 and all(one.is_contiguous() for one in others)
 
 
 def programs_of(columns: int, a_warp: int = BLOCKS_A_WARP) -> tuple[int, int, int]:
-    """Blocks and warps of a program, and programs of a row, for so many columns of scales."""
+    """Blocks and warps per program, and programs per row, for this many columns of scales."""
     blocks = min(MOST_BLOCKS, gpu.next_power_of_2(columns))
     return blocks, max(1, blocks // a_warp), -(-columns // blocks)
 
@@ -35,8 +35,8 @@ def quantize(
     """Codes [.., M, K / 2] uint8 and stored scales [.., M', S'] e4m3 of x.
 
     Args:
-        x: [M, K] or [L, M, K], 2K if gated: [gate | up], of which silu(gate) * up is quantized. Its
-            rows have any stride, their elements lie side by side.
+        x: [M, K] or [L, M, K], 2K if gated: [gate | up], of which silu(gate) * up is quantized. Any
+            row stride; the stride of K is 1.
         global_scale: [L] float32, dense.
         mask: [L] int32, dense: rows in use, the others are 0. None: all.
     """

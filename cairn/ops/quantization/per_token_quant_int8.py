@@ -26,7 +26,7 @@ def per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         q [..., K] int8 and s [..., 1] float32.
     Raises:
-        BadArgument: for another dtype, or rows of no numbers.
+        BadArgument: for another dtype, or empty rows.
     """
     numbers = x.float()
     scale = scale_for(numbers.abs().amax(dim=-1, keepdim=True), INT8_MAX)

@@ -24,12 +24,13 @@ def scaled_fp4_experts_quant(
     topk: int,
     expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and block scales of rows, of which expert e has expert_offsets[e : e + 2].
+    """Codes and block scales of rows; those of expert e are expert_offsets[e] .. expert_offsets[e +
+    1].
 
     Args:
         input_tensor: [n, K] float32, bfloat16 or float16, K a multiple of 16.
         input_global_scale: [E] float32, of the experts.
-        expert_offsets: [E + 1] int32, ascending from 0. Rows behind the last are 0.
+        expert_offsets: [E + 1] int32, ascending from 0. Rows after the last expert's are 0.
         blockscale_offsets: [E + 1] int32: the scales of expert e start in row
             blockscale_offsets[e], a multiple of 128 not above M'.
         topk: experts per token: with an expert_map there are n * topk rows.

@@ -41,8 +41,8 @@ def silu_and_mul_scaled_fp4_grouped_quant(
     """`scaled_fp4_grouped_quant` of silu(gate) * up, rounded to the input's dtype before.
 
     Args:
-        input_tensor: [L, M, 2K], gate and up side by side.
-        input_global_scale, mask: as there.
+        input_tensor: [L, M, 2K], [gate | up].
+        input_global_scale, mask: as in `scaled_fp4_grouped_quant`.
     Returns:
         As there.
     Raises:
@@ -61,7 +61,7 @@ def _grouped(x: Tensor, global_scale: Tensor, mask: Tensor) -> tuple[Tensor, Ten
 
 
 def _views(codes: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
-    """What is returned of codes [L, M, K / 2] and scales [L, M', S']."""
+    """The returned views of codes [L, M, K / 2] and scales [L, M', S']."""
     groups, rows, columns = stored.shape
     tiles = stored.view(groups, rows // 128, columns // 4, 32, 4, 4)
     return codes.permute(1, 2, 0), tiles.permute(3, 4, 1, 5, 2, 0)

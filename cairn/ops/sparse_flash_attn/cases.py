@@ -14,7 +14,7 @@ from cairn.ops.testing import Arguments, Cases, Make
 
 
 def _lists(make: Make, heads: int, count: int, most: int, down: bool) -> Tensor:
-    """[2, heads, count] different numbers below `most`, in order; 0 is the last of those that go
+    """[2, heads, count] distinct integers below `most`, sorted; 0 is the last of those that go
     down."""
     rows = [make.rand(most - 1).argsort()[:count] + 1 for _ in range(2 * heads)]
     drawn = torch.stack(rows).sort(dim=1, descending=down).values.view(2, heads, count)

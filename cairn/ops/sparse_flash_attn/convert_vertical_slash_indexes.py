@@ -45,7 +45,7 @@ def convert_vertical_slash_indexes(
         q_seqlens, kv_seqlens: [B] int32.
         vertical_indexes: [B, H, NV] int32, ascending: keys that all queries see.
         slash_indexes: [B, H, NS] int32, descending: diagonals by their distance from the last
-            query's own key. Causal callers give 0, or lose the verticals behind the last range.
+            query's own key. Causal callers give 0, or lose the verticals after the last range.
         context_size: queries of the longest sequence; R = ceil(context_size / M) row blocks.
         block_size_M: M, queries of a row block.
         block_size_N: N >= M, keys of a block.
@@ -88,7 +88,8 @@ def convert_vertical_slash_indexes_mergehead(
     """`convert_vertical_slash_indexes` of the first entries of every head's lists.
 
     Args:
-        q_seqlens, kv_seqlens, vertical_indexes, slash_indexes: as there.
+        q_seqlens, kv_seqlens, vertical_indexes, slash_indexes: as in
+            `convert_vertical_slash_indexes`.
         vertical_indices_count, slash_indices_count: [H] int32, entries of a head that count.
         context_size, block_size_M, block_size_N, causal: as there.
     Returns:

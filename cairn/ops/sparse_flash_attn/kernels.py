@@ -1,4 +1,4 @@
-"""Kernels of the vertical-slash conversion, and of the attention to what it lists."""
+"""Kernels of the vertical-slash conversion, and of attention to the listed blocks and columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ahead(slashes, n, bound, CHUNK: tl.constexpr):
 
 @triton.jit
 def advance(moving, slashes, next, low, high, follow, count, end, kv, blocks, m, n):
-    """Go on by a slash in the lanes that are moving: see `vertical_slash`."""
+    """Advance to the next slash in the lanes that are moving: see `vertical_slash`."""
     x = tl.maximum(end - tl.load(slashes + next, mask=moving, other=0), m)
     opens = moving & (x > high + m)
     grows = moving & (x > high) & (x <= high + m)
@@ -148,7 +148,7 @@ def meet(
     DIM: tl.constexpr, DP: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go on with the online softmax, as in `cairn.ops.flash_attn.kernels`, over the keys t inside.
+    """A step of the online softmax, as in `cairn.ops.flash_attn.kernels`, over the keys t inside.
 
     Args:
         place: [M] last key that each query sees, if CAUSAL.
@@ -187,8 +187,8 @@ def attend_listed_kernel(
     Args:
         factor: of the products; times log2(e) where no cap is given.
         single: columns as `single_columns_kernel` leaves them.
-        even_q, even_k: queries and keys of every sequence, unless cu_q and cu_k say it.
-        rows: row blocks of the tables; blocks_wide, columns_wide: places in their lists.
+        even_q, even_k: queries and keys of every sequence, unless cu_q and cu_k are given.
+        rows: row blocks of the tables; blocks_wide, columns_wide: lengths of their lists.
         KEYS: read at a time, BLOCK or a part of it.
     """
     row = tl.program_id(2).to(tl.int64)

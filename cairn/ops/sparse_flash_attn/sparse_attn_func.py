@@ -1,4 +1,5 @@
-"""Vertical-slash sparse attention of even and of ragged sequences."""
+"""Vertical-slash sparse attention, for batches of equal length and for ragged sequences
+(cu_seqlens)."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def sparse_attn_func(
     `convert_vertical_slash_indexes` lists for it (with blocks of 64 and 64).
 
     score = q . k * softmax_scale, then softcap * tanh(score / softcap) if softcap > 0; softmax over
-    the union of what is listed, in float32. A key beyond the sequence is none.
+    the union of what is listed, in float32. Keys beyond the sequence are ignored.
 
     Args:
         q: [B, Sq, H, d], float32, bfloat16 or float16, d up to 256.
@@ -97,13 +98,14 @@ def sparse_attn_varlen_func(
 
     Args:
         q: [T, H, d]; k, v: [T', Hk, d].
-        block_count, block_offset, column_count, column_index: as there, B sequences and R >=
-            ceil(max_seqlen_q / 64) row blocks; keys are numbered from the sequence's first.
+        block_count, block_offset, column_count, column_index: as in `sparse_attn_func`, B sequences
+            and R >= ceil(max_seqlen_q / 64) row blocks; keys are numbered from the sequence's
+            first.
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, where sequences begin and end.
         max_seqlen_q: no sequence has more queries.
         max_seqlen_k: ignored.
         dropout_p, softmax_scale, causal, softcap, alibi_slopes, deterministic, return_attn_probs,
-        return_softmax_lse, out: as there.
+        return_softmax_lse, out: as in `sparse_attn_func`.
     Returns:
         out [T, H, d], or (out, lse [H, T] float32).
     Raises:
@@ -216,7 +218,7 @@ class Call(NamedTuple):
 
 
 def _refuse_modifiers(name: str, dropout_p: float, alibi_slopes: Tensor | None) -> None:
-    """Raise BadArgument for what there is no kernel for."""
+    """Raise BadArgument for options that no kernel supports."""
     if dropout_p != 0.0:
         refuse(name, "dropout_p", f"is {dropout_p}", "Only 0 is supported")
     if alibi_slopes is not None:

@@ -20,7 +20,7 @@ from cairn.ops.checks import expect, refuse
 
 
 class Lines(NamedTuple):
-    """What is asked for.
+    """The arguments of a conversion.
 
     Attributes:
         q_seqlens, kv_seqlens: [B] int32.
@@ -79,7 +79,7 @@ def check(name: str, lines: Lines, merged: bool = False) -> None:
     if lines.block_m < 1:
         refuse(name, "block_size_M", f"is {lines.block_m}")
     if lines.block_n < lines.block_m:
-        # Then one slash could cover more than one block, and the table has one place a slash.
+        # Then one slash could cover more than one block, and the table has one place per slash.
         refuse(name, "block_size_N", f"is {lines.block_n}, less than block_size_M {lines.block_m}")
 
 
@@ -95,7 +95,7 @@ def convert(lines: Lines) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _list(block_count, block_offset, blocks, added & alive)
     verticals = lines.verticals.long().unsqueeze(2)
     wide = verticals.expand(*block_count.shape, -1).contiguous()
-    # The first range that ends behind a vertical holds it, or leaves it on its left.
+    # The first range that ends after a vertical contains it or begins after it.
     holder = torch.searchsorted(highs, wide, right=True)
     none = holder == highs.shape[-1]
     left = wide < lows.gather(-1, holder.clamp(max=highs.shape[-1] - 1))
@@ -112,9 +112,9 @@ def _used(counts: Tensor | None, all_of: Tensor) -> Tensor | int:
 
 
 def _list(count: Tensor, table: Tensor, values: Tensor, taken: Tensor) -> None:
-    """Write the values taken side by side, and how many they are."""
+    """Write the selected values contiguously, and their count."""
     place = torch.where(taken, taken.cumsum(-1) - 1, table.shape[-1])
-    # One place more takes what is not listed.
+    # An extra place takes the values that are not listed.
     wider = torch.nn.functional.pad(table, (0, 1)).scatter_(-1, place, values.to(table.dtype))
     table.copy_(wider[..., :-1])
     count.copy_(taken.sum(-1))

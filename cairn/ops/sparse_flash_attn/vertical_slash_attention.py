@@ -46,7 +46,7 @@ def vertical_slash_attention(
     Args:
         q: [B, Sq, H, d], or [T, H, d] with cu_seqlens_q.
         k, v: [B, Sk, Hk, d], or [T', Hk, d] with cu_seqlens_k. Query head h reads h // (H / Hk).
-        o: like q, written at every sequence's lines; 0 where nothing is seen.
+        o: like q, written at every sequence's rows; 0 for queries without keys.
         lse: [B, H, Sq] or [H, T] float32, written: natural logarithm; +inf where nothing is seen.
         block_count, column_count: [B, H, R] int32, how many entries of the lists count.
         block_offset: [B, H, R, NS] int32, first keys of blocks of 64, ascending.
@@ -73,7 +73,7 @@ def vertical_slash_attention(
             scores = torch.einsum("qhd,khd->hqk", asked[lines].float(), key) * scale
             if softcap > 0:
                 scores = softcap * torch.tanh(scores / softcap)
-            # What nobody sees may hold anything.
+            # Values that no query sees may be NaN.
             seen = value.masked_fill(hidden.all(1).T.unsqueeze(2), 0)
             part, log = weigh(scores.masked_fill(hidden, -torch.inf), seen, None)
             sink[lines] = part.transpose(0, 1).to(o.dtype)
@@ -81,7 +81,7 @@ def vertical_slash_attention(
 
 
 class Lists(NamedTuple):
-    """What all heads of a row block are listed: [H] counts, [H, NS] and [H, NV] keys."""
+    """The lists of one row block, for all heads: [H] counts, [H, NS] and [H, NV] keys."""
 
     block_count: Tensor
     block_offset: Tensor
@@ -108,7 +108,7 @@ Place = tuple[int | slice, ...]
 def _sequences(
     q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> Iterator[tuple[Place, Place, int]]:
-    """Where the queries and the keys of every sequence lie, and its number."""
+    """The slices of queries and of keys of every sequence, and its index."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         yield from (((row, slice(None)), (row, slice(None)), row) for row in range(q.shape[0]))
         return

@@ -51,7 +51,7 @@ def _(draw: Draw) -> Points:
     for batch, vocabulary in draw.logits():
         length = 16 * vocabulary
         given = _segments(draw, [length] * batch)
-        # The definition computes an index for every flag.
+        # The reference implementation computes an index for every flag.
         plain = Alternative("definition", segment_packbits.reference)
         others = (plain,) if batch == 1 else ()
         size = f"{batch} x {length}"

@@ -1,4 +1,5 @@
-"""A tree of drafted tokens, from what the draft model expanded and what was kept of it."""
+"""A tree of drafted tokens, from the draft model's expansions and the tokens selected among
+them."""
 
 from __future__ import annotations
 
@@ -43,10 +44,10 @@ def build_tree_kernel_efficient(
 ) -> None:
     """Link the nodes of every request's tree, and write their positions and attention mask.
 
-    Node 0 is the last verified token; node i >= 1 is the drafted token selected_index[i - 1].
-    With t = selected_index[i - 1] // topk its parent is node 0 for t = 0, else the node whose
-    drafted number is parent_list[t]; a node whose parent is not there is left without links, and
-    its ancestors end where the chain does.
+    Node 0 is the last verified token; node i >= 1 is the drafted token selected_index[i - 1]. With
+    t = selected_index[i - 1] // topk its parent is node 0 for t = 0, else the node whose drafted
+    number is parent_list[t]; a node whose parent was not selected gets no links, and its chain of
+    ancestors ends there.
 
     As keywords, names that begin with retrive_ may also begin with retrieve_.
 
@@ -56,10 +57,10 @@ def build_tree_kernel_efficient(
         selected_index: [B, n - 1] int64, numbers in the flat list of all drafted tokens.
         verified_seq_len: [B] int64 or int32, tokens before node 0.
         tree_mask: written. Mode 0: bool or uint8 (1 and 0), flat; n rows of verified_seq_len + n
-            for each request, end to end; the first verified_seq_len of a row are not touched. Mode
+            for each request, end to end; the first verified_seq_len of a row are not written. Mode
             1: bool or uint8 [B * n * n], the last n columns alone. Mode 2: those n bits, lowest
             first, in 1, 2 or 4 bytes (n <= 8, 16, 32). Row i has node i, its ancestors and node 0.
-            What is behind the last row is not touched.
+            Bytes after the last row are not written.
         positions: [B * n] or [B, n] int64, written: verified_seq_len + number of ancestors.
         retrive_index: [B, n] int64, written: b * n + i.
         retrive_next_token, retrive_next_sibling: [B, n] int64, written: the first child of a node,
@@ -113,7 +114,7 @@ def _parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
 
 
 def row_bytes(nodes: int) -> int:
-    """Of a packed row."""
+    """Bytes of a packed row of the mask."""
     return 1 if nodes <= 8 else 2 if nodes <= 16 else 4
 
 

@@ -119,7 +119,7 @@ def _(make: Make) -> Cases:
 
 
 def _drafts(make: Make, batch: int, nodes: int, accepted: int, tokens: int) -> Arguments:
-    """Random trees of tokens that the target often takes."""
+    """Random trees of tokens that the target often accepts."""
     law = make.probs(batch * nodes, tokens, 2.0).view(batch, nodes, tokens)
     return make.args(
         make.full((batch * nodes,), -7, torch.int32),

@@ -1,4 +1,5 @@
-"""Kernels on trees of drafted tokens: one program a request, walking as the definitions do."""
+"""Kernels on trees of drafted tokens: one program per request, which walks the tree in the order of
+the reference implementations."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def build_kernel(
     topk, width, nodes,
     MODE: tl.constexpr, BYTES: tl.constexpr, NP: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """A tree of `build_tree_kernel_efficient`; tree_mask is seen as bytes, NP = 2 ** ROUNDS."""
+    """Kernel of `build_tree_kernel_efficient`, one request per program; tree_mask is viewed as
+    bytes, NP = 2 ** ROUNDS."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NP)
     inside = node < nodes
@@ -89,7 +91,7 @@ def reconstruct_kernel(
     tree_mask, verified_seq_len, positions, retrive_index, retrive_next_token,
     retrive_next_sibling, nodes, NP: tl.constexpr,
 ):  # fmt: skip
-    """A tree of `reconstruct_indices_from_tree_mask`."""
+    """Kernel of `reconstruct_indices_from_tree_mask`, one request per program."""
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, NP)
     inside = node < nodes
@@ -190,7 +192,8 @@ def sampled_path_kernel(
 
 @triton.jit
 def left_over(target_probs, draft_probs, at, inside, whole):
-    """Mass that the final token is drawn from: the target's, less the draft's unless whole."""
+    """Unnormalised probabilities of the final token: the target's, minus the draft's unless
+    `whole`."""
     mass = tl.load(target_probs + at, mask=inside, other=0.0)
     taken = tl.load(draft_probs + at, mask=inside & (whole == 0), other=0.0)
     return tl.maximum(mass - taken, 0.0).to(tl.float64)
@@ -201,7 +204,8 @@ def final_mass_kernel(
     accept_token_num, target_probs, draft_probs, where, masses,
     longest, vocabulary, chunks, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """masses [B, chunks] float64: what is left over in every chunk of the final law."""
+    """masses [B, chunks] float64: sums of the final token's unnormalised probabilities, per chunk
+    of the vocabulary."""
     batch = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     whole = (tl.load(accept_token_num + batch) == longest - 1).to(tl.int32)
@@ -216,7 +220,8 @@ def final_token_kernel(
     predicts, accept_token_num, target_probs, draft_probs, where, masses, uniform,
     longest, vocabulary, chunks, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token behind the path: the first whose running mass exceeds uniform * all of it."""
+    """Draw the token after the path: the first whose cumulative mass exceeds uniform * the
+    total."""
     batch = tl.program_id(0).to(tl.int64)
     whole = (tl.load(accept_token_num + batch) == longest - 1).to(tl.int32)
     c = tl.arange(0, CHUNKS)

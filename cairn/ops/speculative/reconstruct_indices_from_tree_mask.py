@@ -1,4 +1,4 @@
-"""Links and positions of trees that are known by their masks."""
+"""Links and positions of trees, computed from their attention masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of several segments as bits."""
+"""Packs the flags of several segments into bits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def segment_packbits(
     """Pack every segment of x into bytes, the first flag in the lowest bit.
 
     Segment b is x[input_indptr[b] : input_indptr[b + 1]]; its bytes begin at output_indptr[b], and
-    the last one is padded with 0. Bytes between segments are not touched.
+    the last one is padded with 0. Bytes between segments are not written.
 
     Args:
         x: [N] bool, or uint8, of which any but 0 is true.

@@ -1,4 +1,4 @@
-"""Which drafted tokens a sampling target accepts, and the token behind them."""
+"""Acceptance of drafted tokens under sampling, and the token drawn after them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cairn.ops.speculative.trees import (
 
 NAME = "tree_speculative_sampling_target_only"
 LEAST_THRESHOLD = 1e-9
-"""What the running mass is divided by at least."""
+"""Lower bound of threshold_acc, by which the cumulative mass is divided."""
 _BLOCK = 2048
 _CHANGED = ("predicts", "accept_index", "accept_token_num", "draft_probs")
 
@@ -112,7 +112,8 @@ def tree_speculative_sampling_target_only(
 
 
 def _final(law: Tensor, coin: Tensor) -> int:
-    """The first token of law [V] whose running mass exceeds coin * all of it."""
+    """The first token of law [V] (unnormalised probabilities) whose cumulative mass exceeds coin *
+    the total."""
     able = law > 0
     if not bool(able.any()):
         return law.numel() - 1

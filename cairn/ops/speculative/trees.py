@@ -16,11 +16,11 @@ from cairn.ops.checks import INDICES, expect, expect_within, refuse
 from cairn.ops.testing import Make
 
 SPELLINGS = {f"retrieve_{end}": f"retrive_{end}" for end in ("index", "next_token", "next_sibling")}
-"""This field writes these names in both ways."""
+"""Both spellings of these names are in use in other libraries."""
 FLAGS = (torch.bool, torch.uint8)
-"""What masks are made of; of bytes any but 0 is true."""
+"""Dtypes of masks; a byte other than 0 is true."""
 WIDEST = 128
-"""Most nodes of a tree that the kernels hold, as a square of them."""
+"""Most nodes of a tree that the kernels support: they hold a square matrix of them."""
 
 
 def links(parent: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,11 +57,11 @@ def expect_tree(
 
 
 def expect_links(op: str, index: Tensor, next_token: Tensor, next_sibling: Tensor) -> Tensor:
-    """Raise BadArgument, on the CPU, for links to no node in the tensors of `expect_tree`, and for
-    what they lead to having a number of no node.
+    """Raise BadArgument, on the CPU, for links out of range in the tensors of `expect_tree`, and
+    for linked nodes whose index is out of range.
 
     Returns:
-        [B, n] bool: the nodes that links lead to. Of others nobody looks at anything.
+        [B, n] bool: the nodes that links lead to. Values at other nodes are not read.
     """
     batch, nodes = index.shape
     # Links that end a walk point to an extra column before the first node.
@@ -84,7 +84,8 @@ def expect_positions(op: str, positions: Tensor, batch: int, nodes: int, like: T
 
 
 def expect_room(op: str, name: str, elements: int, needed: int) -> None:
-    """Raise BadArgument unless a flat argument has room; buffers of graphs may have more."""
+    """Raise BadArgument unless a flat argument has enough elements; buffers of CUDA graphs may have
+    more."""
     if elements < needed:
         refuse(op, name, f"has {elements} elements, not at least {needed}")
 
@@ -92,7 +93,8 @@ def expect_room(op: str, name: str, elements: int, needed: int) -> None:
 def expect_outcome(
     op: str, predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor
 ) -> None:
-    """Raise BadArgument unless what a verification writes is contiguous int32, as the ops say."""
+    """Raise BadArgument unless the outputs of a verification are contiguous int32 of the documented
+    shapes."""
     size = candidates.shape
     expect(op, "candidates", candidates, (None, None), INDICES, dense=-1)
     for name, tensor, shape in (

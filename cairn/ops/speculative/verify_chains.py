@@ -1,4 +1,4 @@
-"""Which tokens count that were chosen along chains of drafted tokens."""
+"""Verification of chains of drafted tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from cairn.ops.speculative.kernels import chains_kernel
 
 @op
 def verify_chains(tokens: Tensor, given: Tensor, row: Tensor, nobody: int) -> Tensor:
-    """How far each chain goes: to the first token that differs from the draft behind it.
+    """The accepted length of each chain: up to the first chosen token that differs from the next
+    draft token.
 
-    A chain is an entry with given < 0 and the entries with given >= 0 behind it, which hold drafted
+    A chain is an entry with given < 0 and the entries with given >= 0 after it, which hold drafted
     tokens. An entry counts if each draft from its chain's start up to itself equals the token
-    chosen at the entry in front of that draft. Greedy or drawn, tokens are chosen as without
-    drafts, so those that count are those of plain decoding.
+    chosen at the entry before that draft. Greedy or drawn, tokens are chosen as without drafts, so
+    those that count are those of plain decoding.
 
     Args:
-        tokens: [T] int64, chosen behind each entry; -1: none.
+        tokens: [T] int64, the token chosen after each entry; -1: none.
         given: [T] int64, see `decode_slots`.
         row: [T] int64, rows of the entries.
-        nobody: number of no row.
+        nobody: row index that stands for no row.
     Returns:
         [2, T] int64: at the last entry of each chain that counts its row and how many of the
         chain's entries count; at others `nobody` and 0.

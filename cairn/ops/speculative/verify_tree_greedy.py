@@ -1,4 +1,4 @@
-"""Which drafted tokens a greedy target agrees with."""
+"""Acceptance of drafted tokens under greedy decoding."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ def verify_tree_greedy(
     """Walk every tree from node 0, always to the first child that holds the target's prediction.
 
     The walk ends where no child does, or with S - 1 drafted tokens accepted; where links run in a
-    circle, with n - 1 looks at a node, which is all that a tree has.
+    circle, after n - 1 visited links, the most a tree has.
 
     As keywords, names that begin with retrive_ may also begin with retrieve_.
 
     Args:
-        predicts: [B * n] or longer, int32, written at every visited node: what the target predicts
-            behind it.
-        accept_index: [B, S] int32, written from the left: numbers of the visited nodes. What is
-            behind them is not touched.
+        predicts: [B * n] or longer, int32, written at every visited node: the target's next token.
+        accept_index: [B, S] int32, written from the left: numbers of the visited nodes. Elements
+            after them are not written.
         accept_token_num: [B] int32, written: drafted tokens accepted.
         candidates: [B, n] int64 or int32, token of every node.
         retrive_index, retrive_next_token, retrive_next_sibling: [B, n] int64, the trees.
-        target_predict: [B, n] int64 or int32, what the target predicts behind every node.
+        target_predict: [B, n] int64 or int32, the target's next token after every node.
     Raises:
         BadArgument: for another shape, dtype or device; on the CPU for links out of range.
     """
