@@ -30,7 +30,8 @@ def tame(case):
         body["model"] = "tiny"
     for name in LIMITS:
         value = body.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and FEW_TOKENS < value < 2**31:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and FEW_TOKENS < value < 2**31 and float(value).is_integer():
             body[name] = FEW_TOKENS
     unlimited = {"/v1/chat/completions": "max_tokens", "/v1/responses": "max_output_tokens"}
     name = unlimited.get(case.path)

@@ -146,7 +146,7 @@ class AnyChoice(_Choice, tag_field="type", tag="any"):
 class ToolChoice(_Choice, tag_field="type", tag="tool", kw_only=True):
     """The model calls the tool of this name."""
 
-    name: str
+    name: FunctionName
 
 
 class NoChoice(_Choice, tag_field="type", tag="none"):
