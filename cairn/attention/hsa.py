@@ -33,16 +33,16 @@ from cairn.specs.backends import HSA
 from cairn.specs.hils import HilsSpec
 
 SUMMARY_KEY, SUMMARY_BIAS = "summary_key", "summary_bias"
-NEAR = "near_k", "near_v"
-"""Cache fields of keys and values within the window, if all others are in host memory."""
+WINDOW_KV = "window_k", "window_v"
+"""Fields of window pages, where complete pages are in host memory."""
 
 
 @dataclass(slots=True)
 class HsaPlan(StepPlan):
-    """A step of layers whose pages may lie in host memory.
+    """A step of landmark layers.
 
     Attributes:
-        framed: of these; None: there are none.
+        framed: what layers share whose pages are in host memory; None: all pages are on the device.
     """
 
     framed: FramedStep | None = None
@@ -56,23 +56,23 @@ class HsaBackend(GqaBackend):
     def __init__(self, pools: CachePools, layers: Mapping[int, HilsSpec]) -> None:
         super().__init__(pools, layers)
         if pools.frames is not None:
-            near = zip(*(self.caches(layer) for layer in pools.frames.layers), strict=True)
-            near_k, near_v = (_addresses(caches) for caches in near)
-            far_k, far_v = (_addresses(caches) for caches in pools.frames.far.values())
-            self._addresses = (near_k, near_v), (far_k, far_v)
+            window = zip(*(self.caches(layer) for layer in pools.frames.layers), strict=True)
+            window_k, window_v = (_addresses(caches) for caches in window)
+            host_k, host_v = (_addresses(caches) for caches in pools.frames.host.values())
+            self._addresses = (window_k, window_v), (host_k, host_v)
 
     @classmethod
     def needs(cls, spec: HilsSpec, form: PageFormat) -> LayerSchema:
         """Keys, values and a summary.
 
-        A landmark's own key is read from the cache; it is stored a second time only if keys are in
-        host memory or quantized and summaries are not.
+        A landmark's own key is read from the cache. If keys are in host memory, or are quantized
+        (summaries are not), it is stored a second time as a summary.
         """
         fields = list(form.keys_and_values(spec.num_kv_heads, spec.head_dim))
         if form.in_host:
-            near = zip(NEAR, fields, strict=True)
-            near_fields = [replace(f, name=name, window=spec.local_window) for name, f in near]
-            fields = [replace(entry, selected=spec.topk) for entry in fields] + near_fields
+            named = zip(WINDOW_KV, fields, strict=True)
+            window = [replace(f, name=name, window=spec.local_window) for name, f in named]
+            fields = [replace(entry, selected=spec.topk) for entry in fields] + window
         if spec.summary != "landmark" or form.kv is not None or form.in_host:
             shape = spec.summary_heads, spec.head_dim
             fields.append(PageField(SUMMARY_KEY, shape, form.dtype, summary=True))
@@ -87,8 +87,8 @@ class HsaBackend(GqaBackend):
         if frames is not None:
             first, groups = frames.layers[0], self.pools.schema.group_of
             place, table = self.place(first, plan), batch.places[groups[first]["k"]].page_table
-            windows = place.location[batch.completed] // self.pools.schema.page_size
-            plan.framed = FramedStep(frames, batch, place, table, windows)
+            completed = place.location[batch.completed] // self.pools.schema.page_size
+            plan.framed = FramedStep(frames, batch, place, table, completed)
         return plan
 
     def fronts(self) -> tuple[Front, ...]:
@@ -98,11 +98,11 @@ class HsaBackend(GqaBackend):
         return (Front(early * size // ROUND * ROUND, early),) if early else ()
 
     def written(self, layer: int) -> tuple[str, str]:
-        """The window's fields, if these are separate."""
-        return super().written(layer) if self.pools.frames is None else NEAR
+        """Fields of window pages, if complete pages are in host memory."""
+        return super().written(layer) if self.pools.frames is None else WINDOW_KV
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:
-        """None if landmarks' own keys are stored separately: `run` copies them."""
+        """None where landmarks' own keys are also stored as summaries: `run` needs them."""
         spec = self.layers[layer]
         if spec.summary == "landmark" and SUMMARY_KEY in self.pools.pages[layer]:
             return None
@@ -180,17 +180,17 @@ class HsaBackend(GqaBackend):
     def _run_framed(
         self, layer: int, inputs: HilsInputs, plan: HsaPlan, step: FramedStep
     ) -> Tensor:
-        """`run` for pages in host memory; the step's keys and values are written."""
-        spec, fields, near = self.layers[layer], self.pools.pages[layer], self.caches(layer)
+        """`run` for pages in host memory; the step's keys and values are in window pages."""
+        spec, fields, window = self.layers[layer], self.pools.pages[layer], self.caches(layer)
         summaries, layers = (fields[SUMMARY_KEY], fields.get(SUMMARY_BIAS)), step.frames.layers
         few = self._few(spec, inputs, plan) and len(inputs.q) * spec.topk <= step.frames.count
         own = few and self._pools_itself(spec, inputs)
         if plan.batch.completed.numel() and not own:
-            step.store(near, layers.index(layer))
+            step.store(window, layers.index(layer))
             self._summarise(layer, inputs, plan.batch)
         if not few:
-            return attend_framed(spec, layer, inputs, near, summaries, step, plan)
-        found = step.attend(spec, layers.index(layer), inputs, near, summaries, own)
+            return attend_framed(spec, layer, inputs, window, summaries, step, plan)
+        found = step.attend(spec, layers.index(layer), inputs, window, summaries, own)
         if layer == layers[-1]:
             step.finish(*self._addresses)
         self._watched(layer, plan, *found[1:])
@@ -222,7 +222,7 @@ class HsaBackend(GqaBackend):
 
 
 def _addresses(layers: Iterable[Tensor]) -> Tensor:
-    """[layers] uint64, where the caches of layers begin, for transfers."""
+    """[layers] uint64, addresses of the caches of layers, for `ops.transfer_kv_all_layer`."""
     caches = list(layers)
     numbers = [cache.data_ptr() for cache in caches]
     return torch.tensor(numbers, dtype=torch.int64, device=caches[0].device).view(torch.uint64)

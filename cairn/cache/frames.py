@@ -1,10 +1,10 @@
-"""Pages in host memory, and frames on the device: a cache of the pages that queries select.
+"""Pages in host memory, and a cache of them in frames on the device (the host tier).
 
-The unit is a *sheet*, the keys and values of one KV head in a page (`PageField.selected` marks the
-fields). The device holds a bounded number of sheets of each layer and head in *frames*, and a map
-from pages to frames. Kernels alone read and change both (`cairn.ops.resolve_frames`): no decode
-step waits for the host. Pages are written to host memory when they are completed, so a frame is
-never written back.
+The unit of the cache is a *sheet*: the keys and values of one KV head in one page of one layer
+(`PageField.selected` marks the fields). The device has a fixed number of *frames*, each of which
+holds a sheet, for every layer and head, and a map from pages to frames. Only kernels read and
+change both (`cairn.ops.resolve_frames`), so no decode step waits for the host. Completed pages are
+written to host memory at once, so a frame is never written back.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from cairn.cache.schema import PageField
 from cairn.errors import OutOfMemory
 
 NOWHERE = -(1 << 31)
-"""Value in the map of a page without a frame."""
+"""`FrameMap.frame_of` of a page without a frame."""
 NUMBERS = 4
-"""Elements of a head's `state`: position at which the search for a frame continues, number of the
-last call, sheets found in frames, sheets fetched."""
+"""Numbers of a head's `state`: the position of the clock hand, the number of the last call, hits
+and misses."""
 _FOR_ALL_AND_MAPPED = 3
-"""Flags of cudaHostRegister: for all contexts, and in the device's address space."""
+"""Flags of cudaHostRegister: for all contexts (1), mapped into the device's address space (2)."""
 
 
 class FrameMap(NamedTuple):
-    """The map between pages and frames, for H heads of some layers.
+    """Which frames hold which pages, for H heads of one layer or of several. See
+    `cairn.ops.resolve_frames`.
 
     Attributes:
         frame_of: [H, pages] int32, the frame of each page; below 0: none.
-        page_in: [H, frames] int32, the page in each frame; stale for frames that have left the map.
-        used: [H, frames] int64, the call that read each frame last.
+        page_in: [H, frames] int32, the page in each frame; out of date unless `frame_of` agrees.
+        used: [H, frames] int64, the number of the last call that selected the frame's page.
         state: [H, NUMBERS] int64.
     """
 
@@ -49,7 +50,7 @@ class FrameMap(NamedTuple):
 
     @classmethod
     def empty(cls, heads: int, pages: int, frames: int, device: torch.device | str) -> Self:
-        """An empty map: no frame holds a page."""
+        """A map in which no page has a frame."""
         return cls(
             torch.full((heads, pages), NOWHERE, dtype=torch.int32, device=device),
             torch.full((heads, frames), -1, dtype=torch.int32, device=device),
@@ -58,27 +59,27 @@ class FrameMap(NamedTuple):
         )
 
     def part(self, heads: slice) -> FrameMap:
-        """The part of the map for some of the heads."""
+        """The map of some of the heads; its tensors are views."""
         return FrameMap(*(tensor[heads] for tensor in self))
 
 
 class Frames:
-    """Fields in host memory and their frames, for all layers with such fields, which must have
-    equal fields. Memory of frames is not initialised: the map says which hold a sheet.
+    """The pages in host memory of all layers that keep some there, and their frames. These layers
+    must have equal fields. Memory is not initialised: the map says which frames hold a page.
 
     Args:
-        layers: indices of these layers.
-        fields: the fields of each of them.
-        pages: number of pages.
-        count: frames per head.
-        device: device of the frames.
+        layers: numbers of the layers.
+        fields: the two fields, keys and values, of each of them.
+        pages: pages in host memory.
+        count: frames of each layer and head.
+        device: where the frames are, and whose address space host memory is mapped into.
 
     Attributes:
-        far: field name -> [layers, pages, heads, ...] in host memory.
-        near: field name -> [layers, count, heads, ...], the frames.
-        map: the map for the heads of all layers, in the order of layers.
-        numbers: [1, count] int32, 0, 1, 2, ...: a page table of frame indices.
-        sheet_bytes: bytes of a sheet over all fields.
+        host: field name -> [layers, pages, heads, ...], in host memory.
+        cached: field name -> [layers, count, heads, ...], the frames.
+        map: the map of the heads of all layers, one layer after the other.
+        numbers: [1, count] int32, 0 .. count - 1: the page table of a row whose pages are frames.
+        sheet_bytes: bytes of one sheet.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class Frames:
         device: torch.device | str,
     ) -> None:
         self.layers, self.count, self.heads = tuple(layers), count, fields[0].shape[0]
-        self.far = {
+        self.host = {
             entry.name: host_tensor((len(layers), pages, *entry.shape), entry.dtype, device)
             for entry in fields
         }
-        self.near = {
+        self.cached = {
             entry.name: torch.empty(
                 (len(layers), count, *entry.shape), dtype=entry.dtype, device=device
             )
@@ -106,12 +107,11 @@ class Frames:
 
     def of_layer(self, place: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Keys and values of one layer, in host memory and in frames."""
-        k, v = self.far
-        far, near = self.far, self.near
-        return (far[k][place], far[v][place]), (near[k][place], near[v][place])
+        (host_k, host_v), (k, v) = self.host.values(), self.cached.values()
+        return (host_k[place], host_v[place]), (k[place], v[place])
 
     def map_of(self, place: int) -> FrameMap:
-        """The map of one layer."""
+        """The map of one layer's heads."""
         return self.map.part(slice(place * self.heads, (place + 1) * self.heads))
 
     def forget(self) -> None:
@@ -119,16 +119,17 @@ class Frames:
         self.map.frame_of.fill_(NOWHERE)
 
     def traffic(self) -> tuple[int, int, int]:
-        """Sheets that were found in frames and sheets that were fetched, each counted once a call,
-        and the bytes of the latter; waits for the device."""
-        found, fetched = self.map.state[:, 2:].sum(0).tolist()
-        return found, fetched, fetched * self.sheet_bytes
+        """Hits, misses (sheets, each counted once a call) and the bytes that misses fetched since
+        the start; waits for the device."""
+        hits, misses = self.map.state[:, 2:].sum(0).tolist()
+        return hits, misses, misses * self.sheet_bytes
 
 
 def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Pinned host memory as a tensor of the device that reads and writes it in place.
+    """Locked host memory that is mapped into a device's address space, as a tensor of the device;
+    on the CPU an ordinary tensor.
 
-    Raises OutOfMemory if it cannot be pinned.
+    Raises OutOfMemory if so much cannot be locked.
     """
     device, nbytes = torch.device(device), math.prod(shape) * dtype.itemsize
     if device.type != "cuda" or not nbytes:
@@ -139,8 +140,8 @@ def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def _filled(nbytes: int) -> Tensor:
-    """Memory in huge pages, touched in advance: pinning untouched memory takes a second per
-    gigabyte."""
+    """Host memory in huge pages, zeroed by several threads: locking memory that was not touched
+    before takes a second a gigabyte."""
     pages = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
@@ -153,8 +154,8 @@ def _filled(nbytes: int) -> Tensor:
 
 
 class _Locked:
-    """Pinned memory, exposed to torch by `__cuda_array_interface__`; freed with the last tensor
-    over it. Torch's own allocator of pinned memory would round sizes up to powers of two."""
+    """Locked host memory with the array interface by which torch wraps device memory; unlocked with
+    the last tensor over it. torch's allocator of pinned memory rounds sizes up to powers of two."""
 
     def __init__(self, memory: Tensor) -> None:
         address, nbytes = memory.data_ptr(), memory.nbytes

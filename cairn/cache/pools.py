@@ -149,7 +149,7 @@ class CachePools:
 
     def _page_field(self, layer: int, entry: PageField, device: torch.device | str) -> Tensor:
         if entry.selected is not None and self.frames is not None:
-            return self.frames.far[entry.name][self.frames.layers.index(layer)]
+            return self.frames.host[entry.name][self.frames.layers.index(layer)]
         return self._field(entry, self._count(self.schema.group_of[layer][entry.name]), device)
 
     def _field(self, entry: PageField | RowField, count: int, device: torch.device | str) -> Tensor:

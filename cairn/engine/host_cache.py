@@ -32,12 +32,15 @@ def check_host_cache(
         OutOfMemory: naming the largest size.
         BadConfig: naming the smallest.
     """
-    asked = plan.host_bytes if config.kv_host_tier else config.kv_host_memory
-    pages = sum(count for _, count in plan.table(0, None)) if config.device == "cpu" else 0
-    if asked > free - pages:
+    asked, what = config.kv_host_memory, "kv_host_memory is"
+    if config.kv_host_tier:
+        asked, what = plan.host_bytes, f"{plan.num_pages} pages in host memory take"
+    if config.device == "cpu":
+        free -= sum(count for _, count in plan.table(0, None))
+    if asked > free:
         raise OutOfMemory(
-            f"kv_host_memory is {asked}, but {free - pages} bytes of host memory are free",
-            f"Set {HOST_FLAG} to at most {max(0, free - pages)}",
+            f"{what} {asked} bytes, but {free} bytes of host memory are free",
+            f"Set {HOST_FLAG} to at most {max(0, free)}",
         )
     host_counts(config, schema, plan)
 

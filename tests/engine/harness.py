@@ -82,7 +82,7 @@ def _poison_frames(frames: Frames) -> None:
         empty = torch.ones(frames.count, dtype=torch.bool, device=held.device)
         empty[held[held >= 0].long()] = False
         layer, head = divmod(number, frames.heads)
-        for tensor in frames.near.values():
+        for tensor in frames.cached.values():
             numbers, nan = poisoned(tensor)
             numbers[layer, empty, head] = nan
 

@@ -40,7 +40,7 @@ def tiered(family: str, count: int, **options: Any) -> Built:
     frames = built.runner.pools.frames
     assert frames is not None
     frames.count, frames.numbers = count, frames.numbers[:, :count]
-    frames.near = {name: tensor[:, :count].contiguous() for name, tensor in frames.near.items()}
+    frames.cached = {k: tensor[:, :count].contiguous() for k, tensor in frames.cached.items()}
     pages, device = frames.map.frame_of.shape[1], frames.numbers.device
     frames.map = FrameMap.empty(len(frames.map.state), pages, count, device)
     poison(built)
@@ -146,7 +146,7 @@ def test_a_page_that_is_written_anew_leaves_its_frame() -> None:
         assert_same(found, plain)
 
 
-def test_models_and_options_without_host_tier_are_refused() -> None:
+def test_models_and_options_without_host_tier_are_refused(monkeypatch) -> None:
     with pytest.raises(BadConfig, match="no layer of this model selects pages by landmarks"):
         build("recurrent", **TIER)
     with pytest.raises(BadConfig, match=r"kv_host_memory gives no memory.*--kv-host-memory"):
@@ -155,3 +155,6 @@ def test_models_and_options_without_host_tier_are_refused() -> None:
         build("landmarks", disaggregation_mode="prefill", **TIER)
     with pytest.raises(OutOfMemory, match=r"7 pages need \d+ bytes of host memory.*at least"):
         build("landmarks", kv_host_tier=True, kv_host_memory="8KiB", max_model_len=100)
+    monkeypatch.setattr("cairn.engine.build.free_host_memory", lambda: 17 << 20)
+    with pytest.raises(OutOfMemory, match=r"256 pages in host .* 2097152 .*at most 1048576"):
+        build("landmarks", **TIER)

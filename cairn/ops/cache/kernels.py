@@ -244,8 +244,8 @@ def mark_entries(
     indices, row, page_table, frame_of, found, sources, targets, head, entries, topk, table_stride,
     HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the page of each entry to `found`; in frame_of, -1 - e marks e as the first entry of a
-    page without a frame. Entry e is selection e % topk of token e // topk."""
+    """Write the page of each entry to `found`, and -1 - e to frame_of of a page without a frame
+    whose first entry is e. Entry e is indices[e // topk, head, e % topk]."""
     for begin in range(0, entries, BLOCK):
         e = begin + tl.arange(0, BLOCK)
         inside = e < entries
@@ -264,10 +264,10 @@ def mark_entries(
 @triton.jit
 def give_frames(
     frame_of, page_in, used, sources, targets, hand, step, missing, first_page, first_frame, frames,
-    SHEETS: tl.constexpr, SEARCHED: tl.constexpr,
+    LAYER_HEADS: tl.constexpr, SEARCHED: tl.constexpr,
 ):  # fmt: skip
-    """Give the `missing` pages in sources the next frames, cyclically from `hand` on, that are not
-    used in this step; returns where the next search starts."""
+    """Assign frames to the `missing` pages in sources: the next ones from the clock hand `hand` on
+    that this call (number `step`) has not used. Returns the new position of the hand."""
     given, searched, last = 0, 0, hand - 1
     while given < missing:
         i = searched + tl.arange(0, SEARCHED)
@@ -278,11 +278,11 @@ def give_frames(
         before = tl.load(page_in + frame, mask=taken, other=-1)
         held = tl.load(frame_of + before, mask=before >= 0, other=-1)
         tl.store(frame_of + before, -(1 << 31), mask=(before >= 0) & (held == frame))
-        page = tl.load(sources + rank, mask=taken, other=0) // SHEETS - first_page
+        page = tl.load(sources + rank, mask=taken, other=0) // LAYER_HEADS - first_page
         tl.store(page_in + frame, page.to(tl.int32), mask=taken)
         tl.store(frame_of + page, frame.to(tl.int32), mask=taken)
         tl.store(used + frame, step + tl.zeros([SEARCHED], tl.int64), mask=taken)
-        at = (first_frame + frame) * SHEETS + tl.program_id(0) % SHEETS
+        at = (first_frame + frame) * LAYER_HEADS + tl.program_id(0) % LAYER_HEADS
         tl.store(targets + rank, at, mask=taken)
         last = tl.maximum(last, tl.max(tl.where(taken, hand + i, -1), 0))
         given += tl.sum(free.to(tl.int32), 0)
@@ -294,11 +294,11 @@ def give_frames(
 def resolve_frames_kernel(
     indices, row, page_table, frame_of, page_in, used, state, renewed, found, sources, targets,
     entries, changed, topk, table_stride, pages, frames,
-    HEADS: tl.constexpr, SHEETS: tl.constexpr, BLOCK: tl.constexpr, SEARCHED: tl.constexpr,
+    HEADS: tl.constexpr, LAYER_HEADS: tl.constexpr, BLOCK: tl.constexpr, SEARCHED: tl.constexpr,
 ):  # fmt: skip
-    """One head's part of resolve_frames; SHEETS: heads of a layer."""
+    """resolve_frames of one head; LAYER_HEADS: heads of a layer."""
     head = tl.program_id(0).to(tl.int64)
-    layer = head // SHEETS
+    layer = head // LAYER_HEADS
     frame_of += head * pages
     page_in += head * frames
     used += head * frames
@@ -329,13 +329,13 @@ def resolve_frames_kernel(
         present += tl.sum((hit & (before != step)).to(tl.int32), 0)
         first = (page >= 0) & (frame == -1 - e)
         rank = missing + tl.cumsum(first.to(tl.int32), 0) - 1
-        at = (layer * pages + page) * SHEETS + head % SHEETS
+        at = (layer * pages + page) * LAYER_HEADS + head % LAYER_HEADS
         tl.store(sources + rank, at, mask=first)
         missing += tl.sum(first.to(tl.int32), 0)
     tl.debug_barrier()
     hand = give_frames(
         frame_of, page_in, used, sources, targets, hand, step, missing, layer * pages,
-        layer * frames, frames, SHEETS, SEARCHED,
+        layer * frames, frames, LAYER_HEADS, SEARCHED,
     )  # fmt: skip
     tl.debug_barrier()
     for begin in range(0, entries, BLOCK):

@@ -1,4 +1,5 @@
-"""Assigns frames in device memory to the selected pages, which lie in host memory."""
+"""The page map of a cache in frames on the device over pages in host memory: hits, misses and
+replacement."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from cairn.ops.checks import INT32, INT64, check_rows, expect, refuse
 from cairn.ops.registry import op
 
 NOWHERE = -(1 << 31)
-"""Value of frame_of for a page without a frame."""
+"""`frame_of` of a page without a frame."""
 AT_ONCE = 1024
-"""Entries, or frames, per iteration of a program."""
+"""Entries, or frames, of a block of the kernel's loops."""
 
 
 @op(mutates=("frame_of", "page_in", "used", "state"))
@@ -29,30 +30,33 @@ def resolve_frames(
     renewed: Tensor | None = None,
     layer_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give every selected page a frame, for each KV head separately.
+    """Look selected pages up in a cache of frames and assign frames to those that are missing; each
+    KV head has a cache of its own.
 
-    A page that has a frame keeps it. The others get, in order of first appearance, the next frames
-    that this call does not use, cyclically from where the last search ended; the pages that these
-    frames held lose them. `state` has the start of the next search, the number of this call, and
-    running counts of distinct pages with a frame and without.
+    A page that has a frame keeps it. Missing pages are given frames in the order in which they
+    first appear, by a clock hand that goes around all frames and skips those of pages that this
+    call selects. The page that a frame held before has none from then on. `state` holds the
+    position of the hand, the number of the last call, and the counts of hits and of misses:
+    distinct pages of a call that had a frame, and that had none.
 
     Args:
         indices: [T, h_kv, K] int32, logical pages; a negative one is no page.
         row: [T] int64.
         page_table: [rows, max_pages] int32, logical to physical page.
         frame_of: [h_kv, pages] int32, the frame of each page; NOWHERE: none. Changed.
-        page_in: [h_kv, F] int32, the page in each frame, negative where there is none; stale where
-            the map does not name the frame. F is at least T * K. Changed.
-        used: [h_kv, F] int64, the call that used each frame last. Changed.
+        page_in: [h_kv, F] int32, the page in each frame; negative: none. An entry is out of date
+            unless frame_of of that page is the frame. F is at least T * K. Changed.
+        used: [h_kv, F] int64, the number of the last call that selected the page in each frame.
+            Changed.
         state: [h_kv, 4] int64. Changed.
-        renewed: [N] int64 or None, pages whose frames hold what they no longer hold: they have none
-            from now on. A negative one is no page.
-        layer_heads: h_kv is that of several layers, one after the other, of which each has so many;
-            None: of one layer.
+        renewed: [N] int64 or None, pages that were overwritten in host memory: they lose their
+            frames first. A negative one is no page.
+        layer_heads: heads of a layer, where the h_kv heads are those of several layers, one layer
+            after the other; None: all are of one layer.
     Returns:
         frames [T, h_kv, K] int32, -1 where no page is selected; sources and targets [h_kv, T * K]
-        int64, of pages that must be copied to their frames: places in [layers, pages, layer_heads]
-        and in [layers, F, layer_heads], padded with -1.
+        int64, what the caller must copy: flat indices of pages in [layers, pages, layer_heads] and
+        of their frames in [layers, F, layer_heads], padded with -1.
     Raises:
         BadArgument: for another shape, dtype, device or layout, or too few frames.
     """
@@ -126,8 +130,8 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 @resolve_frames.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """One program per head: marks the first entry of each missing page in frame_of, numbers these
-    in the order of entries, and gives them frames."""
+    """One program a head: it marks each missing page's first entry in frame_of, numbers these
+    entries in order, and assigns frames."""
     tokens, heads, topk = call.indices.shape
     frames = gpu.empty(call.indices.shape, torch.int32, call.indices.device)
     lines = (heads, tokens * topk)
@@ -152,7 +156,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
             pages=call.frame_of.shape[1],
             frames=call.page_in.shape[1],
             HEADS=heads,
-            SHEETS=call.layer_heads or heads,
+            LAYER_HEADS=call.layer_heads or heads,
             BLOCK=min(AT_ONCE, max(32, gpu.next_power_of_2(tokens * topk))),
             SEARCHED=AT_ONCE,
             num_warps=8,

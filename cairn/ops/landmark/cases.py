@@ -29,23 +29,24 @@ def _(make: Make) -> Cases:
 
 
 def _framed(make: Make, paged: Paged, pages: int) -> tuple[Tensor, ...]:
-    """near_k, near_v, k_cache, v_cache, k_frames, v_frames, frame_of and near_table for caches of
-    `pages` pages. Half of the pages have frames; memory that must not be read is NaN."""
+    """window_k, window_v, k_cache, v_cache, k_frames, v_frames, frame_of and window_table for
+    caches of so many pages. Half of the pages have frames; memory that must not be read is NaN."""
     heads, nan = paged.k_cache.shape[1], float("nan")
     order = make.rand(pages).argsort()
-    near = [torch.empty_like(cache) for cache in (paged.k_cache, paged.v_cache)]
-    far = [cache.clone() for cache in (paged.k_cache, paged.v_cache)]
-    frames = [make.full((pages, *x.shape[1:]), nan, x.dtype) for x in far]
+    caches = paged.k_cache, paged.v_cache
+    window = [torch.empty_like(cache) for cache in caches]
+    host = [cache.clone() for cache in caches]
+    frames = [torch.full_like(cache, nan) for cache in caches]
     frame_of = make.full((heads, pages), -(1 << 31), torch.int32)
-    for cache, moved in zip((paged.k_cache, paged.v_cache), near, strict=True):
+    for cache, moved in zip(caches, window, strict=True):
         moved[order] = cache
     for head in range(heads):
         own, places = (make.rand(pages).argsort()[: pages // 2] for _ in range(2))
         frame_of[head, own] = places.int()
-        for cache, held in zip(far, frames, strict=True):
+        for cache, held in zip(host, frames, strict=True):
             held[places, head] = cache[own, head]
             cache[own, head] = nan
-    return (*near, *far, *frames, frame_of, order[paged.page_table.long()].int())
+    return (*window, *host, *frames, frame_of, order[paged.page_table.long()].int())
 
 
 @framed_attention.cases
@@ -59,8 +60,8 @@ def _(make: Make) -> Cases:
         z = make.randint(-3, 4, row.numel(), heads, 16).to(dtype)
         key = make.randint(-2, 3, pages, heads, 16).to(dtype)
         bias = make.randint(0, 5, pages, heads).float() / 4
-        *framed, near_table = _framed(make, paged, pages)
-        where = (row, slot, near_table, paged.page_table, 2 * size + 1, 3)
+        *framed, window_table = _framed(make, paged, pages)
+        where = (row, slot, window_table, paged.page_table, 2 * size + 1, 3)
         for softmax1, more in ((False, {}), (True, {"store_summaries": True})):
             yield make.args(q, z, *framed, key, bias, *where, softmax1, **more)
         yield make.args(q, z, *framed, key, None, *where, True, strategy="head")
@@ -72,9 +73,9 @@ def _(make: Make) -> Cases:
         if make.device != "cpu":
             # Rows of so many pages that their chunks list thousands.
             picked = make.randint(0, 275 // size, 3, 100_000)
-            near, table = (every[0][picked] for every in (near_table, paged.page_table))
+            windows, table = (full[0][picked] for full in (window_table, paged.page_table))
             slot = make.randint(50_000 * size, 100_000 * size, row.numel())
-            where = (row, slot, near, table, 2 * size + 1, 32)
+            where = (row, slot, windows, table, 2 * size + 1, 32)
             yield make.args(q, z, *framed, key, bias, *where, True)
 
 

@@ -228,7 +228,7 @@ def _arguments(
     return {
         **task.arguments(),
         "page_table": job.page_table,
-        "near_table": task.page_table,
+        "window_table": task.page_table,
         "lmk_q": job.lmk_q,
         "key": job.summary_key,
         "bias": job.bias,

@@ -113,7 +113,7 @@ def score_tiles(
 
 @triton.jit
 def scan(
-    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, near_table,
+    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, window_table,
     part_o, part_lse, u, tops, sums, scanned, splits, programs, parts, window, scale,
     table_stride, page_stride, head_stride, offset, score_scale, key_page_stride, key_head_stride,
     pages, token, kv, program,
@@ -127,7 +127,7 @@ def scan(
     if it does, each for a part of the group's heads.
 
     Args:
-        near_table: page table of k_cache and v_cache. page_table: page table of the summaries.
+        window_table: page table of k_cache and v_cache. page_table: page table of the summaries.
         scanned: counter of the programs that have attended or scored; or None.
         ROWS, GP: heads of the group, padded to a power of two, ROWS >= 16.
         PAGE: SIZE, padded to a power of two >= 16.
@@ -136,7 +136,7 @@ def scan(
     """
     if program < splits:
         attend_split(
-            q, k_cache, v_cache, row, slot, near_table, part_o, part_lse, parts,
+            q, k_cache, v_cache, row, slot, window_table, part_o, part_lse, parts,
             window, scale, table_stride, page_stride, head_stride, token, kv, program, splits,
             HEADS, KV_HEADS, DIM, SIZE, ROWS, DP, KEYS, True, True, PRECISION, SINGLE,
             PDL,
@@ -160,24 +160,24 @@ def scan(
         if place % SIZE == SIZE - 1:
             logical = tl.load(row + token) * table_stride + place // SIZE
             page = tl.load(page_table + logical).to(tl.int64)
-            near = tl.load(near_table + logical).to(tl.int64)
+            window_page = tl.load(window_table + logical).to(tl.int64)
             group: tl.constexpr = HEADS // KV_HEADS
             query = lmk_q + token.to(tl.int64) * HEADS * DIM
             head = kv * group + program - splits - programs
             for n in range(group // STORES):
                 store_summary(
-                    query, k_cache, near, page, head + n * STORES, key, bias,
+                    query, k_cache, window_page, page, head + n * STORES, key, bias,
                     score_scale, page_stride, head_stride, key_page_stride, key_head_stride,
                     HEADS, KV_HEADS, DIM, SIZE, DP, PAGE, True, BIAS,
                 )  # fmt: skip
 
 
 @triton.jit(
-    early=("key", "bias", "row", "slot", "page_table", "near_table"),
+    early=("key", "bias", "row", "slot", "page_table", "window_table"),
     do_not_specialize=["splits", "programs", "parts"],
 )
 def scan_kernel(
-    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, near_table,
+    q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, window_table,
     part_o, part_lse, u, tops, sums,
     splits, programs, parts, window, scale, table_stride, page_stride, head_stride,
     offset, score_scale, key_page_stride, key_head_stride, pages,
@@ -189,8 +189,8 @@ def scan_kernel(
     """`scan` of a token and KV head."""
     launch_next(PDL)
     scan(
-        q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, near_table, part_o, part_lse,
-        u, tops, sums, None, splits, programs, parts, window, scale, table_stride,
+        q, k_cache, v_cache, lmk_q, key, bias, row, slot, page_table, window_table, part_o,
+        part_lse, u, tops, sums, None, splits, programs, parts, window, scale, table_stride,
         page_stride, head_stride, offset, score_scale, key_page_stride, key_head_stride, pages,
         tl.program_id(2), tl.program_id(1), tl.program_id(0),
         HEADS, KV_HEADS, KEY_HEADS, DIM, SIZE, GP, ROWS, DP, KEYS, PAGE, TILE, BIAS, STORES,
