@@ -30,8 +30,7 @@ def resolve_frames(
     renewed: Tensor | None = None,
     layer_heads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Look selected pages up in a cache of frames and assign frames to those that are missing; each
-    KV head has a cache of its own.
+    """Look selected pages up in each KV head's cache of frames and assign frames to missing ones.
 
     A page that has a frame keeps it. Missing pages are given frames in the order in which they
     first appear, by a clock hand that goes around all frames and skips those of pages that this
@@ -46,8 +45,7 @@ def resolve_frames(
         frame_of: [h_kv, pages] int32, the frame of each page; NOWHERE: none. Changed.
         page_in: [h_kv, F] int32, the page in each frame; negative: none. An entry is out of date
             unless frame_of of that page is the frame. F is at least T * K. Changed.
-        used: [h_kv, F] int64, the number of the last call that selected the page in each frame.
-            Changed.
+        used: [h_kv, F] int64, number of the last call that selected each frame's page. Changed.
         state: [h_kv, 4] int64. Changed.
         renewed: [N] int64 or None, pages that were overwritten in host memory: they lose their
             frames first. A negative one is no page.

@@ -176,13 +176,20 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     scores = job.empty(tokens, job.heads, job.topk)
     lines = job.heads if few else job.groups
     rounds = -(-tokens * 4 * lines * job.pages // TUNING.select_workspace_bytes)
-    # A multiple of 16 keeps slices aligned like the whole tensor, so that no kernel is compiled
-    # again.
-    step = min(MOST_TOKENS, max(16, -(-tokens // max(1, rounds) // 16) * 16))
+    # Multiples of 16 keep slices aligned like the whole tensor, so that no kernel is compiled
+    # again; whole tiles of tokens leave no part of a program idle.
+    each = max(1, -(-tokens // max(1, rounds)))
+    unit = 16 if few or each <= TUNING.select_tokens else TUNING.select_tokens
+    step = min(MOST_TOKENS, -(-each // unit) * unit)
+    # Normalisers take no workspace: of all tokens at once they fill a device.
+    total = _normalisers(job) if job.normalised and not few else None
     for begin in range(0, tokens, step):
         at = slice(begin, begin + step)
         part = job.part(at) if tokens > step else job
-        (_select_few if few else _select_many)(part, indices[at], scores[at])
+        if few:
+            _select_few(part, indices[at], scores[at])
+        else:
+            _select_many(part, None if total is None else total[:, at], indices[at], scores[at])
     return indices, scores
 
 
@@ -211,9 +218,9 @@ def _choosing(job: Selection) -> dict[str, int]:
     return {"K": width, "KB": min(width, blocks), "BLOCKS": blocks}
 
 
-def _select_many(job: Selection, indices: Tensor, scores: Tensor) -> None:
+def _select_many(job: Selection, total: Tensor | None, indices: Tensor, scores: Tensor) -> None:
+    """total: [h_q, T] float32, any stride of rows, what `_normalisers` gives; None: not needed."""
     tokens, heads, _ = job.lmk_q.shape
-    total = _normalisers(job) if job.normalised else job.lse
     # Rows are padded to multiples of 32: stores to unaligned rows would not be vectorised.
     line = -(-job.pages // 32) * 32
     blocks = -(-line // job.block // 16) * 16
@@ -289,7 +296,7 @@ def in_groups(job: Selection) -> bool:
     )
 
 
-def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
+def _score_in_groups(job: Selection, total: Tensor | None, best: Tensor, tops: Tensor) -> None:
     tokens = job.slot.numel()
     tiles = -(-tokens // TUNING.select_tokens)
     # One program uses all shared memory of a multiprocessor.
@@ -303,10 +310,13 @@ def _score_in_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) 
     )
 
 
-def _group_arguments(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> dict[str, Any]:
+def _group_arguments(
+    job: Selection, total: Tensor | None, best: Tensor, tops: Tensor
+) -> dict[str, Any]:
     """Keyword arguments shared by both kernels that score groups of heads."""
     return job.arguments() | {
-        "total": total,
+        "total": job.lse if total is None else total,
+        "total_stride": 0 if total is None else total.stride(0),
         "score": best,
         "part_best": tops,
         "tokens": job.slot.numel(),
@@ -315,7 +325,7 @@ def _group_arguments(job: Selection, total: Tensor, best: Tensor, tops: Tensor) 
     }
 
 
-def _score_groups(job: Selection, total: Tensor, best: Tensor, tops: Tensor) -> None:
+def _score_groups(job: Selection, total: Tensor | None, best: Tensor, tops: Tensor) -> None:
     tokens = job.slot.numel()
     half = job.lmk_q.dtype != torch.float32
     large = half and job.width <= 128 and (job.width > 64 or job.pages > TUNING.select_many_pages)

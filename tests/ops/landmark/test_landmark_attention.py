@@ -7,6 +7,7 @@ from cairn.ops import gpu, grid_barrier
 from cairn.ops.attention import launch
 from cairn.ops.attention.tuning import TUNING as ATTENTION_TUNING
 from cairn.ops.landmark import fused_launch, short_launch
+from cairn.ops.landmark.kernels import fused
 from cairn.ops.landmark.landmark_attention import landmark_attention
 from cairn.ops.landmark.page_weights import shared_weights
 from cairn.ops.landmark.select_task import short_pages
@@ -78,11 +79,17 @@ def launches(request, tuned):
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("stored", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
-    "chunk, short, listed, programs",
-    [(4, 256, 256, 512), (4, 4, 256, 6), (512, 8, 256, 12), (16, 8, 256, 6), (4, 4, 9, 512)],
+    "chunk, short, listed, programs, compared",
+    [
+        (4, 256, 256, 512, 1 << 14),
+        (4, 4, 256, 6, 0),
+        (512, 8, 256, 12, 1 << 14),
+        (16, 8, 256, 6, 1 << 14),
+        (4, 4, 9, 512, 0),
+    ],
 )
 def test_many_chunks_of_candidates_and_their_merge(
-    chunk, short, listed, programs, stored, launches, tuned
+    chunk, short, listed, programs, compared, stored, launches, tuned, monkeypatch
 ):
     """Chunks as small as can be stand for contexts as long as can be.
 
@@ -92,6 +99,7 @@ def test_many_chunks_of_candidates_and_their_merge(
     tuned(TUNING, fused_short_chunk=short)
     tuned(TUNING, fused_most_listed=listed)
     tuned(TUNING, page_split_programs=programs)
+    monkeypatch.setattr(fused, "MOST_COMPARED", gpu.constant(compared))
     make = Make()
     paged = make.paged((176, 65, 121), 2, 8, 16)
     row, slot, _ = paged.queries((1, 1, 1))

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.ops import gpu
+from cairn.ops import gpu, testing
 from cairn.ops.landmark import select_launch
 from cairn.ops.landmark.select_pages import candidate_pages, select_pages
 from cairn.ops.landmark.select_task import STRATEGIES
+from cairn.ops.landmark.tuning import TUNING
 from tests.ops.attention.geometry import STEPS, draw
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -242,3 +243,14 @@ def test_unknown_strategy_is_refused():
             *(case.q, case.k_cache[:, :, -1], None, lse, *case.where, case.size, 4, 2),
             strategy="heads",
         )
+
+
+@pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
+def test_tokens_in_several_rounds(device, tuned):
+    """Each round has its own part of the normalisers of all tokens."""
+    z, key, bias, lse, row, slot, *rest = testing.cases_of(select_pages, device)[0].args
+    tuned(TUNING, select_workspace_bytes=16 * 4 * 2 * rest[0].shape[1])
+    few = slice(64, 81)
+    args = (z[few], key, bias, lse[few], row[few], slot[few], *rest)
+    given = testing.Arguments(args, {"num_kv_heads": 2})
+    testing.check(select_pages, "triton_many", given)

@@ -14,6 +14,7 @@ wait.
 
 from __future__ import annotations
 
+from cairn.ops import gpu
 from cairn.ops.attention.kernels import attend_split, load_rows, store_rows
 from cairn.ops.gpu import tl, triton
 from cairn.ops.grid_barrier import arrive, await_arrivals
@@ -23,6 +24,10 @@ from cairn.ops.landmark.kernels.select import candidates_of
 from cairn.ops.landmark.kernels.summary import store_summary
 from cairn.ops.pdl import await_previous, launch_next
 from cairn.ops.select_k.kernels import largest
+
+MOST_COMPARED = gpu.constant(1 << 14)
+"""Listed pages times places of a program that are compared at once; more would not fit into
+registers."""
 
 
 @triton.jit
@@ -334,9 +339,18 @@ def pages_at(
         physical = tl.load(found_at + i, mask=shown, other=0, cache_modifier=".cg")
         value = tl.load(found_value + i, mask=shown, other=float("-inf"), cache_modifier=".cg")
         taken, rank, _ = largest(value, page >= 0, chunks * topk, topk, LISTED)
-        own = taken[:, None] & (rank[:, None] == place[None, :])
-        page = tl.max(tl.where(own, page[:, None], -1), 0)
-        physical = tl.max(tl.where(own, physical[:, None], 0), 0)
+        if LISTED * place.shape[0] <= MOST_COMPARED:
+            own = taken[:, None] & (rank[:, None] == place[None, :])
+            page = tl.max(tl.where(own, page[:, None], -1), 0)
+            physical = tl.max(tl.where(own, physical[:, None], 0), 0)
+        else:
+            listed, listed_at = page, physical
+            page, physical = place * 0 - 1, place * 0
+            for n in range(place.shape[0]):
+                this = tl.arange(0, place.shape[0]) == n
+                own = taken & (rank == tl.sum(tl.where(this, place, 0), 0))
+                page = tl.where(this, tl.max(tl.where(own, listed, -1), 0), page)
+                physical = tl.where(this, tl.max(tl.where(own, listed_at, 0), 0), physical)
     else:
         page = tl.load(found_page + place, mask=place < topk, other=-1, cache_modifier=".cg")
         physical = tl.load(found_at + place, mask=place < topk, other=0, cache_modifier=".cg")

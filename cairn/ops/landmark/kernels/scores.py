@@ -160,11 +160,11 @@ def products(query, shared, step, ones, none, BIAS: gl.constexpr):
 
 
 @gluon.jit
-def worth(products, scale, normalisers, g, tokens, alive, NORMALISED: gl.constexpr):
+def worth(products, scale, normalisers, g, total_stride, alive, NORMALISED: gl.constexpr):
     """Scores of one head minus its normalisers."""
     value = products * scale
     if NORMALISED:
-        value -= gl.load(normalisers + g * tokens, mask=alive, other=0.0)[:, None]
+        value -= gl.load(normalisers + g * total_stride, mask=alive, other=0.0)[:, None]
     return value
 
 
@@ -175,7 +175,7 @@ def score_pages(
 ):  # fmt: skip
     """Score the pages for half of the tokens."""
     queries, ring, _, _, free = shared
-    lmk_q, total, found, tile, where, scale = task
+    lmk_q, total, total_stride, found, tile, where, scale = task
     row, slot, begin, tokens, offset, size = tile
     first, width, first_head = where
     GROUP: gl.constexpr = HEADS // KV_HEADS
@@ -192,7 +192,7 @@ def score_pages(
     own_slot = gl.load(slot + token, mask=alive, other=0).to(gl.int32)
     candidates = gl.maximum(own_slot - offset, 0) // size
     line = token.to(gl.int64) * KV_HEADS + gl.program_id(1)
-    normalisers = total + first_head.to(gl.int64) * tokens + token
+    normalisers = total + first_head.to(gl.int64) * total_stride + token
     ones = ones_of(SCORES)
     none = gl.zeros([64, BLOCK], gl.float32, layout=SCORES)
     step = 0
@@ -206,7 +206,7 @@ def score_pages(
                 value = products(queries.index(WHICH), shared, step, ones, none, BIAS)
                 value = hopper.warpgroup_mma_wait(0, deps=[value])
                 tell(free.index(step % STAGES))
-                best = worth(value, scale, normalisers, 0, tokens, alive, NORMALISED)
+                best = worth(value, scale, normalisers, 0, total_stride, alive, NORMALISED)
                 step += 1
             else:
                 for g in range(0, GROUP, 2):
@@ -216,11 +216,11 @@ def score_pages(
                     query = queries.index(WHICH * GROUP + g + 1)
                     other = products(query, shared, step + 1, ones, none, BIAS)
                     value = hopper.warpgroup_mma_wait(FLYING, deps=[value])
-                    value = worth(value, scale, normalisers, g, tokens, alive, NORMALISED)
+                    value = worth(value, scale, normalisers, g, total_stride, alive, NORMALISED)
                     best = gl.maximum(best, value)
                     tell(free.index(step % STAGES))
                     other = hopper.warpgroup_mma_wait(0, deps=[other])
-                    other = worth(other, scale, normalisers, g + 1, tokens, alive, NORMALISED)
+                    other = worth(other, scale, normalisers, g + 1, total_stride, alive, NORMALISED)
                     best = gl.maximum(best, other)
                     tell(free.index((step + 1) % STAGES))
                     step += 2
@@ -276,10 +276,11 @@ def allocated(
     return queries, ring, columns, full, free
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "total_stride"])
 def group_scores_kernel(
     lmk_q, key, bias, total, slot, row, page_table, score, part_best,
-    tokens, offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
+    tokens, total_stride, offset, size, scale, table_stride, page_stride, head_stride,
+    pages, blocks,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, KEY_HEADS: gl.constexpr, DIM: gl.constexpr,
     BLOCK: gl.constexpr, CB: gl.constexpr, STAGES: gl.constexpr,
     BIAS: gl.constexpr, NORMALISED: gl.constexpr,
@@ -296,7 +297,7 @@ def group_scores_kernel(
     keys = (key, bias, page_table)
     strides = (table_stride, page_stride, head_stride)
     found = (score, part_best, pages, blocks)
-    task = (lmk_q, total, found, tile, where, scale)
+    task = (lmk_q, total, total_stride, found, tile, where, scale)
     gl.warp_specialize(
         [
             (score_pages, (shared, task, FIRST, HEADS, KV_HEADS, CB, BIAS, NORMALISED)),

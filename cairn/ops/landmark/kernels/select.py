@@ -165,7 +165,8 @@ def normaliser_kernel(
 
 @triton.jit
 def head_scores(
-    query, key, total, page, inside, alive, token, tokens, head, scale, page_stride, head_stride,
+    query, key, total, page, inside, alive, token, total_stride, head, scale, page_stride,
+    head_stride,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
     NORMALISED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -175,23 +176,24 @@ def head_scores(
     summary = load_columns(own_key, inside, DIM, DP)
     value = tl.dot(query, summary, input_precision=PRECISION) * scale
     if NORMALISED:
-        normaliser = total + head.to(tl.int64) * tokens + token
+        normaliser = total + head.to(tl.int64) * total_stride + token
         value -= tl.load(normaliser, mask=alive, other=0.0)[:, None]
     return value
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "total_stride"])
 def group_kernel(
     lmk_q, key, bias, total, slot, row, page_table, score, part_best,
-    tokens, offset, size, scale, table_stride, page_stride, head_stride, pages, blocks,
+    tokens, total_stride, offset, size, scale, table_stride, page_stride, head_stride,
+    pages, blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, DIM: tl.constexpr,
     DP: tl.constexpr, GP: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     CB: tl.constexpr,
     BIAS: tl.constexpr, NORMALISED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write score [T, KV_HEADS, pages]: the maximum over the group's heads of u minus the head's
-    normaliser in total [HEADS, T]; and the maxima of its blocks of CB, part_best [T, KV_HEADS,
-    blocks]."""
+    normaliser in total [HEADS, T], whose rows are total_stride apart; and the maxima of its blocks
+    of CB, part_best [T, KV_HEADS, blocks]."""
     group: tl.constexpr = HEADS // KV_HEADS
     kv = tl.program_id(1)
     begin = (tl.num_programs(2) - 1 - tl.program_id(2)) * TOKENS
@@ -222,7 +224,7 @@ def group_kernel(
                 biases = tl.load(bias + at, mask=inside[None, :] & (of < group)[:, None], other=0.0)
             if group == 1:
                 best = head_scores(
-                    query, key, total, page, inside, alive, token, tokens, kv,
+                    query, key, total, page, inside, alive, token, total_stride, kv,
                     scale, page_stride, head_stride,
                     HEADS, KEY_HEADS, DIM, DP, NORMALISED, PRECISION,
                 )  # fmt: skip
@@ -233,7 +235,7 @@ def group_kernel(
                 for g in tl.range(0, group, num_stages=STAGES):
                     value = head_scores(
                         load_rows(lines + g * DIM, alive, DIM, DP), key, total, page, inside,
-                        alive, token, tokens, kv * group + g, scale, page_stride, head_stride,
+                        alive, token, total_stride, kv * group + g, scale, page_stride, head_stride,
                         HEADS, KEY_HEADS, DIM, DP, NORMALISED, PRECISION,
                     )  # fmt: skip
                     if BIAS:
