@@ -166,13 +166,14 @@ def needles(records: Sequence[Record]) -> list[str]:
 def host_tier(records: Sequence[Record]) -> list[str]:
     """Decode steps with pages in host memory, beside those with all pages on the device."""
     lines = [
-        "| tokens | pages on the device | pages in host memory | of those read, in frames |",
-        "|---" * 4 + "|",
+        "| tokens | dtype of pages | pages on the device | pages in host memory | read in frames |",
+        "|---" * 5 + "|",
     ]
     for r in records:
         beside = "" if r["memory_ms"] is None else f"{r['memory_ms']:.2f} ms"
         hits = f"{r['frame_hits']:.0%}"
-        lines.append(f"| {r['context']:,} | {beside} | {r['ms']:.2f} ms | {hits} |")
+        cells = f"{r['context']:,}", _pages(r), beside, f"{r['ms']:.2f} ms", hits
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
