@@ -55,7 +55,7 @@ class EngineOptions(
     MixerOptions,
     MediaOptions,
 ):
-    """What the user asked for; None or "auto" leaves the choice to `resolve`.
+    """The user's options; None or "auto" leaves the choice to `resolve`.
 
     Options of single mixers, of speculative decoding, of images, of disaggregation, of experts and
     of nodes are inherited: each is declared and resolved where its mixer is, or in `cairn.specs`.
@@ -141,7 +141,7 @@ class EngineOptions(
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What `resolve` must know of the machine.
+    """Properties of the machine that `resolve` needs.
 
     Attributes:
         has_cuda: a CUDA device can be used.

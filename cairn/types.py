@@ -1,4 +1,4 @@
-"""What passes between the user and the engine: parameters, outputs, finish reasons.
+"""Types passed between the user and the engine: parameters, outputs, finish reasons.
 
 Standard library only.
 """
@@ -34,7 +34,7 @@ GRAMMAR_KINDS = ("json_schema", "regex", "ebnf")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must look like. Raises BadRequest for an unknown kind or an empty text.
+    """Constraint on an output. Raises BadRequest for an unknown kind or an empty text.
 
     Attributes:
         kind: "json_schema" (the schema as JSON; `{"type": "object"}` for any object), "regex"
@@ -80,7 +80,7 @@ class SamplingParams:
         frequency_penalty: subtracted per occurrence among the generated tokens, in [-2, 2].
         repetition_penalty: > 0; divides (or multiplies) the logits of tokens in prompt or output.
         logit_bias: token id -> value added to its logit, in [-100, 100].
-        grammar: what the output must look like; None: anything.
+        grammar: constraint on the output; None: none.
         selection: report which pages every generated token's query read (landmark models only).
     """
 
@@ -169,7 +169,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class KvTransferParams:
-    """Who computes the prompt of a request and who goes on from there, in vLLM's form.
+    """Parameters of disaggregated prefill of a request, in vLLM's form.
 
     Attributes:
         do_remote_decode: another engine goes on: keep the pages of the prompt for it. The answer

@@ -18,9 +18,9 @@ def side_by_side(small: Callable[[], None], large: Callable[[], None]) -> None:
     stream, `large` on the current one. Both wait for earlier work on the current stream, and later
     work on it waits for both.
 
-    What is queued first gets the device first. On NVIDIA's that is `small`: a kernel that fills the
-    device would leave a chain of small ones to run behind it. On AMD's the first one takes the
-    queue of what ran before, which is `large`.
+    The stream that is queued first is scheduled first. On NVIDIA GPUs that is `small`: after a
+    kernel that fills the device, a chain of small kernels would run alone. On AMD GPUs the first
+    one continues the hardware queue of the earlier work; that is `large`.
 
     Memory that `small` allocates belongs to its stream: only a later call reuses it, which starts
     after all kernels that read it.

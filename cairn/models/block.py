@@ -19,12 +19,12 @@ NORMS = ("mixer_norm", "ffn_norm", "mixer_out_norm", "ffn_out_norm")
 
 
 class Block(nn.Module):
-    """One layer: x += mixer(norm(x)); x += ffn(norm(x)), with norms on the outputs beside those on
-    the inputs, or in their place; of several residual streams each part has a site.
+    """One layer: x += mixer(norm(x)); x += ffn(norm(x)), with norms on the outputs in addition to
+    or instead of those on the inputs; with several residual streams each part has a site.
 
     Args:
         spec: of the layer.
-        context: what its modules are built with.
+        context: arguments for building its modules.
     """
 
     mixer_norm: RMSNorm | None

@@ -26,10 +26,10 @@ ELEMENT_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "BF16": 2, "F16": 2, "I16": 2,
     "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
-"""Bytes of one number of a stored dtype."""
+"""Bytes of one element of a stored dtype."""
 MAX_HEADER = 100_000_000
 GGUF = b"GGUF"
-"""What such a file begins with."""
+"""First bytes of a GGUF file."""
 COMPARED_AT_ONCE = 16 << 20
 
 
@@ -41,7 +41,7 @@ class TensorEntry:
         file: the file that holds it.
         dtype: as the header writes it ("BF16", ...).
         shape: its shape.
-        begin, end: where its bytes lie in the file.
+        begin, end: range of its bytes in the file.
     """
 
     file: Path
@@ -53,7 +53,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """What a config mapping must know of the weight files; None where there is no such tensor.
+    """Properties of the weight files that config mappings need; None if there is no such tensor.
 
     Attributes:
         embedding, head: rows of the stored matrices.

@@ -1,4 +1,4 @@
-"""The decoder that all models share. What differs between them is in the ModelSpec."""
+"""The decoder shared by all models; their differences are in the ModelSpec."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Decoder(nn.Module):
     Args:
         spec: the model.
         dtype: of activations, and of parameters that are not quantised.
-        group: ranks that hold the model together; `spec` has the share of one.
-        rounds: of engines that share the experts; None: all are here.
+        group: tensor-parallel ranks; `spec` has one rank's share.
+        rounds: of engines that share the experts; None: not shared.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         assert len(self.layers) == spec.num_layers
         if self.encoder is not None and spec.vision is not None:
             found += self.encoder.weights(Source(spec.vision.prefix, stored))
-        # Last: what is drawn for the others must not depend on whether it is used.
+        # Last, so that random weights of the others do not depend on whether it is used.
         if self.draft is not None and spec.draft is not None:
             found += self.draft.weights(Source(spec.draft.prefix, stored))
         return found
@@ -101,9 +101,9 @@ class Decoder(nn.Module):
 
     @contextlib.contextmanager
     def abridged(self, backends: Sequence[str]) -> Iterator[None]:
-        """Within, a step runs one block of each kind, and the last one: all kernels that the whole
-        model runs, for what they compute is of no use. backends: that of each block's mixer, and of
-        a draft layer's."""
+        """Within this context a step runs only one block of each kind and the last one. It runs all
+        kernels of the whole model; its results are meaningless. backends: the backend of each
+        block's mixer, and of the draft layer's."""
         own = backends[: len(self.layers)]
         kinds = list(enumerate(zip(self.spec.layers, own, strict=True)))
         first = {kind: i for i, kind in reversed(kinds)}
@@ -114,8 +114,8 @@ class Decoder(nn.Module):
             self._running = every
 
     def forward(self, step: Step) -> Tensor:
-        """Run one step: -> hidden states [T, hidden] before the final norm; of several residual
-        streams all of them, one behind the other [T, n * hidden]."""
+        """Run one step: -> hidden states [T, hidden] before the final norm; with several residual
+        streams all of them, concatenated [T, n * hidden]."""
         residual = self._begin(step.batch)
         angles = Angles(step.batch.positions, residual.x.dtype)
         running = self._running
@@ -125,8 +125,8 @@ class Decoder(nn.Module):
         return residual.x.flatten(1)
 
     def embedded(self, batch: Batch) -> Tensor:
-        """What the first layer reads [T, hidden]: embeddings of tokens, and those of an encoder in
-        the places of its placeholders."""
+        """Input of the first layer [T, hidden]: embeddings of tokens, and those of an encoder in
+        place of placeholder tokens."""
         x: Tensor = self.embedding(batch.input_ids)
         if batch.inserted is not None:
             x.index_copy_(0, batch.inserted.places, batch.inserted.rows)
@@ -139,12 +139,12 @@ class Decoder(nn.Module):
         return found
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `forward` gave of n tokens -> float32 logits [n, V] over the user vocabulary."""
+        """Results of `forward` for n tokens -> float32 logits [n, V] over the user vocabulary."""
         self.head.group.expect_equal("hidden states behind the last layer", hidden)
         return self.head.logits(joined(hidden, self.join), self.norm)
 
     def draft_states(self, hidden: Tensor) -> Tensor:
-        """What `forward` gave -> what the draft layer reads of it [T, width]."""
+        """Results of `forward` -> hidden states for the draft layer [T, width]."""
         spec = self.spec.draft
         assert spec is not None
         return cast(Tensor, self.norm(hidden)) if spec.normed else hidden
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
 
         Args:
             embedded: [T, hidden], `embedded` of the tokens.
-            states: [T, width], `draft_states` of the tokens in front of these, or `next_states`.
+            states: [T, width], `draft_states` of the tokens before these, or `next_states`.
             positions: [T] int64 or [axes, T], rotary positions.
             layer: the draft layer's backend with its plan.
         """
@@ -165,13 +165,13 @@ class Decoder(nn.Module):
         return found
 
     def guess_logits(self, guessed: Tensor) -> Tensor:
-        """What `guess` gave [n, width] -> float32 logits [n, V] of the tokens behind."""
+        """Results of `guess` [n, width] -> float32 logits [n, V] of the next tokens."""
         assert self.draft is not None
         self.head.group.expect_equal("hidden states behind the draft layer", guessed)
         return self.head.logits(joined(guessed, self.draft.streams_head), self.draft.norm)
 
     def next_states(self, guessed: Tensor) -> Tensor:
-        """What `guess` gave [n, width] -> what the draft layer reads of it next [n, width]."""
+        """Results of `guess` [n, width] -> hidden states for the next draft step [n, width]."""
         assert self.draft is not None
         if self.spec.streams is not None:
             return guessed
@@ -188,8 +188,8 @@ class Decoder(nn.Module):
 
     def _table_weights(self, source: Source) -> list[Weight]:
         spec, table = self.spec, self.embedding.weight
-        # The embedding of page ends is row V of the table. A tensor of its own is put there, so
-        # that id V needs no special case and can never index past the table.
+        # The embedding of page ends is row V of the table. A separate tensor is copied there, so
+        # that id V needs no special case and never indexes past the table.
         rows = slice(0, spec.vocab_size if spec.end_embedding else spec.table_rows)
         shape = spec.embedding_rows, spec.hidden_size
         name = source.name(f"{spec.table}.weight")
@@ -213,5 +213,5 @@ class Decoder(nn.Module):
 
 
 def joined(states: Tensor, head: StreamsHead | None) -> Tensor:
-    """Hidden states as the output head reads them [n, hidden]."""
+    """Hidden states [n, hidden] as input of the output head."""
     return states if head is None else cast(Tensor, head(states))

@@ -19,13 +19,13 @@ from cairn.specs.mla import IndexerSpec, MlaSpec
 from cairn.specs.model import DraftNames, DraftSpec, LayerSpec, ModelSpec, NormSpec
 
 LATENT_EPS = 1e-6
-"""Of the norms of latents and of index keys, whatever rms_norm_eps says."""
+"""Eps of the norms of latents and of index keys; rms_norm_eps does not apply to them."""
 MOST_SELECTED = 4096
-"""Tokens that a selection holds at most."""
+"""Most tokens of a selection."""
 FULL, SHARED = "full", "shared"
 SELECTIONS = {FULL: FULL, SHARED: SHARED}
 SHARING = ("indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")
-"""Which layers select. Without effect where all do."""
+"""Fields that say which layers select. Ignored if all do."""
 WITHOUT_EFFECT = ("ep_size", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "layer_types")
 
 
@@ -226,7 +226,8 @@ def _selections(f: ConfigFields, num_layers: int, drafts: int) -> list[str]:
 def _by_layer(
     f: ConfigFields, name: str, num_layers: int, drafts: int, known: Mapping[str, str]
 ) -> list[str]:
-    """A field with a word for each layer, or a text with a letter; draft layers may have one."""
+    """A field with a word for each layer, or a string with a letter for each; draft layers may have
+    one too."""
     value = f.config[name]
     if not isinstance(value, list | str) or len(value) not in (num_layers, num_layers + drafts):
         raise refuse(name, value, f"not one entry for each of {num_layers} layers", "Write them")
@@ -251,7 +252,7 @@ def _ffns(f: ConfigFields, own: _Family, num_layers: int, drafts: int) -> list[F
 
 
 def _experts(f: ConfigFields, own: _Family) -> MoeFfn:
-    """The experts of a layer that has them."""
+    """The mixture of experts of a layer."""
     for name, only in (
         ("scoring_func", "sigmoid"),
         ("topk_method", "noaux_tc"),

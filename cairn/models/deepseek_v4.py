@@ -1,5 +1,5 @@
-"""DeepSeek-V4: compressed attention, several residual streams, and experts chosen by token ids in
-the first layers.
+"""DeepSeek-V4: compressed attention, hyper-connections (several residual streams), and experts
+chosen by token ids in the first layers.
 
 Its config.json (model_type deepseek_v4) as a ModelSpec. Defaults are those of V4-Flash.
 """
@@ -37,7 +37,7 @@ KINDS = (SLIDING, SPARSE, HEAVY)
 RATES = {SPARSE: 4, HEAVY: 128}
 HASHED, ROUTED = "hash_moe", "moe"
 MOST_SELECTED = 4096
-"""Entries that a selection holds at most."""
+"""Most entries of a selection."""
 BLOCK_NAMES = BlockNames("attn", "ffn", "attn_norm", "ffn_norm")
 EXPERT_NAMES = FfnNames("w1", "w3", "w2")
 DRAFT_NAMES = DraftNames(("e_proj", "h_proj"), "enorm", "hnorm", layer="")
@@ -111,8 +111,8 @@ def _streams(f: ConfigFields, norm_eps: float) -> StreamsSpec:
 
 
 def _draft(f: ConfigFields, count: int, layer: LayerSpec) -> DraftSpec | None:
-    """The draft layer `mtp.0`, whose rate follows those of the layers. Only 0, which both published
-    models have, can be used: a window alone."""
+    """The draft layer `mtp.0`, whose rate follows those of the layers. Only a rate of 0 is
+    supported, which both published models have: a window without entries."""
     drafts, ratios = (
         f.integer("num_nextn_predict_layers", 1, low=0),
         f.config.get("compress_ratios"),
@@ -126,7 +126,7 @@ def _draft(f: ConfigFields, count: int, layer: LayerSpec) -> DraftSpec | None:
 def _mixers(
     f: ConfigFields, count: int, max_positions: int, eps: float
 ) -> tuple[list[CompressedSpec], CompressedSpec]:
-    """Attention of each layer, and of one that sees a window alone."""
+    """Attention of each layer, and of a layer with a window only."""
     heads, dim = f.integer("num_attention_heads", 64), f.integer("head_dim", 512)
     _only(f, "num_key_value_heads", 1, "all heads share one record")
     _only(f, "attention_bias", False, "projections have no bias")
@@ -222,7 +222,7 @@ def _rates(f: ConfigFields, count: int) -> list[tuple[str, int]]:
 
 
 def _compress_rates(f: ConfigFields) -> dict[str, int]:
-    """Tokens of an entry, by kind of layer."""
+    """Tokens per entry, by kind of layer."""
     name, value = "compress_rates", f.config.get("compress_rates")
     if value is None:
         f.record(name, RATES, "default")
@@ -311,7 +311,7 @@ def _quantization(f: ConfigFields) -> QuantizationSpec | None:
 
 
 def _only(f: ConfigFields, name: str, only: object, why: str) -> None:
-    """Refuse a field that says anything else."""
+    """Refuse any other value of a field."""
     value = f.config.get(name, only)
     if value != only:
         raise refuse(name, value, why, f"Only {only!r} is supported")

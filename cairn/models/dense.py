@@ -19,20 +19,22 @@ from cairn.specs.gqa import GqaSpec, NormWidth
 from cairn.specs.model import LayerSpec, ModelSpec, NormSpec
 
 Windows = Callable[[ConfigFields, int], list[int | None]]
-"""Window of each of so many layers, None: full causal."""
+"""Window of each of this many layers; None: full causal."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """Defaults of a family, and what sets it apart.
+    """Defaults and properties of a family.
 
     Attributes:
-        vocab, intermediate, positions: defaults of the fields of these meanings.
+        vocab, intermediate, positions: defaults of vocab_size, intermediate_size and
+            max_position_embeddings.
         kv_heads: default; None: as many as query heads.
         windows: which layers have a window.
         head_dim: default; None: hidden_size / num_attention_heads.
         qk_norm: queries and keys are normed.
-        bias: q, k and v projections have a bias; None: `attention_bias` says so, of o too.
+        bias: q, k and v projections have a bias; None: as `attention_bias`, which also applies to
+            o.
     """
 
     vocab: int

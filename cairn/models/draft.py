@@ -1,15 +1,15 @@
-"""A model's own draft layer (multi-token prediction), which guesses the token behind the next one.
+"""A model's draft layer (multi-token prediction), which predicts the token after the next one.
 
 Row i reads token i + 1 and the model's hidden state of token i:
 
     z = fc [norm_e(embed(x_{i+1})) | norm_h(h_i)];   y = norm(block(z));   logits = head(y)
 
-and predicts token i + 2. Further guesses read y in the place of h, and the token guessed last.
+and predicts token i + 2. Further draft steps read y in place of h, and the last draft token.
 Embedding and head are the model's. Source: `qwen3_next_mtp` of vLLM and SGLang, which agree.
 
-Of a model with several residual streams h is all of them, stream j of z is A norm_e(embed(x_{i+1}))
-+ B norm_h(h_ij), and further guesses read block(z). The streams are joined in front of the norm, by
-weights of the layer's own. Source: DeepSeek-V4's inference code.
+In a model with several residual streams h is all of them, stream j of z is A norm_e(embed(x_{i+1}))
++ B norm_h(h_ij), and further draft steps read block(z). The streams are joined before the norm, by
+weights of the draft layer. Source: DeepSeek-V4's inference code.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from cairn.specs.model import DraftSpec, NormSpec
 
 
 class DraftLayer(nn.Module):
-    """The layer, what joins its two inputs, and their norms.
+    """The draft layer, the map that joins its two inputs, and their norms.
 
     Args:
         spec: of the layer.
         norm: of its norms.
-        context: what its modules are built with.
+        context: arguments for building its modules.
     """
 
     def __init__(self, spec: DraftSpec, norm: NormSpec, context: Context) -> None:
@@ -90,7 +90,7 @@ class DraftLayer(nn.Module):
 
 
 class Joined(nn.Module):
-    """One map of token and state side by side."""
+    """One linear map of the concatenated token embedding and state."""
 
     def __init__(self, name: str, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Joined(nn.Module):
 
 
 class Added(nn.Module):
-    """A map of the token, added to a map of each of its residual streams."""
+    """A linear map of the token embedding, added to a map of each residual stream."""
 
     def __init__(self, names: tuple[str, str], context: Context) -> None:
         super().__init__()

@@ -37,8 +37,8 @@ def refuse(name: str, value: object, why: str, remedy: str) -> BadModel:
 class ConfigFields:
     """Reader of a config.json that records which fields were read and where values came from.
 
-    Every getter records the value it settled and whether it was written or a default. A value of
-    the wrong type, or null where null has no meaning, raises BadModel.
+    Every getter records the resulting value and whether it was written or a default. A value of the
+    wrong type, or null where null has no meaning, raises BadModel.
 
     Args:
         config: the parsed file, overrides merged in, older names already translated.
@@ -134,7 +134,7 @@ class ConfigFields:
 def rope_theta(fields: ConfigFields, default: float = 10000.0) -> float:
     """Base of the rotary frequencies; a scaled rotary is refused by the name of its type.
 
-    Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which newer files hold instead.
+    Reads `rope_theta` and `rope_scaling`, or `rope_parameters`, which newer files have instead.
     """
     nested = fields.config.get("rope_parameters")
     for name in ("rope_scaling", "rope_parameters"):
@@ -155,8 +155,8 @@ def rope_theta(fields: ConfigFields, default: float = 10000.0) -> float:
 
 
 def rotated_dims(fields: ConfigFields, head_dim: int, default: float) -> int:
-    """Leading dimensions of a head that rotate: `partial_rotary_factor` of them, which stands where
-    `rope_theta` does."""
+    """Leading dimensions of a head that rotate: `partial_rotary_factor` of them, read from the same
+    place as `rope_theta`."""
     factor = _rope_number(fields, "partial_rotary_factor", default)
     count = int(head_dim * factor)
     if factor > 1 or count < 2 or count % 2:
@@ -239,7 +239,7 @@ def vocabulary_fields(
 
 
 def activation_only(fields: ConfigFields, name: str = "hidden_act", known: str = "silu") -> None:
-    """Refuse every activation of feed-forward parts but the one that is known."""
+    """Refuse every activation of feed-forward layers but the supported one."""
     value = fields.config.get(name, known)
     if value != known:
         raise refuse(name, value, "unsupported activation", f"Only {known} is supported")

@@ -1,4 +1,4 @@
-"""Recognises folders and files that are not a model folder, to say so in the error."""
+"""Recognises folders and files that are not a model folder, for helpful errors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ QUANTIZED_TENSOR = re.compile(
     r"\.(scales|biases|qweight|qzeros|g_idx|weight_(scale(_inv|_2)?|packed|shape|zero_point)"
     r"|input_scale|SCB|absmax|weight\.(absmax|quant_[\w.]+))$"
 )
-"""Names that MLX, GPTQ, AWQ, compressed-tensors, ModelOpt and bitsandbytes give to what restores
-quantized weights."""
+"""Names that MLX, GPTQ, AWQ, compressed-tensors, ModelOpt and bitsandbytes give to scales and zero
+points of quantized weights."""
 LFS_POINTER = b"version https://git-lfs"
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def refuse_other_paths(path: Path) -> None:
-    """Raise BadModel unless the folder may be a model's.
+    """Raise BadModel unless the path can be a model folder.
 
     Raises:
-        BadModel: it is no folder, or a folder of something else; the hint says what to give.
+        BadModel: it is not a folder, or another kind of folder; the hint names the path to give.
     """
     if path.is_file():
         raise _refused_file(path)
@@ -86,7 +86,7 @@ def refuse_other_weights(folder: Path) -> None:
 
 
 def refuse_quantized(config: Mapping[str, Any], folder: Path, tensors: Collection[str]) -> None:
-    """Raise BadModel for quantized weights that no scheme reads, however they are marked.
+    """Raise BadModel for quantized weights that no scheme reads, wherever the folder declares them.
 
     Args:
         config: the parsed config.json.

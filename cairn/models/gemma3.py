@@ -1,7 +1,7 @@
-"""Gemma 3: its config.json as a ModelSpec. Window layers between full ones, text alone.
+"""Gemma 3: its config.json as a ModelSpec. Window layers between full ones, text only.
 
-A folder that also holds a vision encoder keeps the fields of the text model in `text_config`.
-Tensors of the vision encoder are not read.
+A folder with a vision encoder has the fields of the text model in `text_config`. Tensors of the
+vision encoder are not read.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def spec_from_config(
 
 
 def _text_config(config: Mapping[str, Any], overridden: frozenset[str]) -> dict[str, Any]:
-    """The fields of the text model; overrides and special tokens beside them win."""
+    """The fields of the text model; overrides and special tokens at the top level take
+    precedence."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise refuse(
@@ -100,7 +101,7 @@ def _text_config(config: Mapping[str, Any], overridden: frozenset[str]) -> dict[
 
 
 def _refuse_other_forms(f: ConfigFields) -> None:
-    """Refuse score and logit caps, which no release of Gemma 3 has, and attention both ways."""
+    """Refuse score and logit caps, which no release of Gemma 3 has, and bidirectional attention."""
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         value = f.config.get(name)
         if value is not None:
@@ -156,7 +157,7 @@ def _rotary(f: ConfigFields, kind: str, head_dim: int) -> RotarySpec:
 
 
 def _kinds(f: ConfigFields, count: int) -> list[str]:
-    """What each layer is: `layer_types`, or every so many is full attention."""
+    """Kind of each layer: from `layer_types`, or full attention at a fixed interval."""
     kinds = f.layer_types(count, (WINDOW, FULL))
     if kinds is not None:
         return kinds

@@ -1,8 +1,8 @@
 """A GGUF file as a checkpoint: its metadata as a config.json, its tensors by Hugging Face's names.
 
-Read by the package `gguf` (llama.cpp's own). Blocks are dequantised on the device that is filled
+Read with llama.cpp's package `gguf`. Blocks are dequantised on the device that is filled
 (`cairn.ops.gguf`). Files of Llama keep the rows of queries and keys in the order of interleaved
-rotary pairs; they are put back.
+rotary pairs; they are reordered to halves.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ INNER = {
 }
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 FLOATS = {0: "F32", 1: "F16", 30: "BF16"}
-"""Formats of plain numbers."""
+"""Formats without quantisation."""
 FREQUENCIES = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -105,7 +105,7 @@ class GgufFile:
         try:
             self._reader: Any = GGUFReader(path)
         except Exception as error:
-            # Whatever the package raises on a broken file, the user sees one line.
+            # The package raises various errors on a broken file; users get one line.
             raise BadModel(
                 f"{path} is truncated or corrupt: {error}", "Copy the file again"
             ) from error
@@ -196,7 +196,7 @@ class GgufFile:
                 yield f"{layer}mlp.experts.{expert}.{EXPERTS[kind]}.{end}", _Part(tensor, expert)
 
     def dtype(self, name: str) -> str:
-        """The dtype by safetensors' name; F32 for quantised blocks, which become that."""
+        """The dtype by safetensors' name; F32 for quantised blocks, which are dequantised to it."""
         return FLOATS.get(int(self.tensors[name].own.tensor_type), "F32")
 
     def span(self, name: str) -> tuple[int, int]:
@@ -205,8 +205,8 @@ class GgufFile:
         return int(own.data_offset), int(own.data_offset + own.n_bytes)
 
     def read(self, name: str, device: str) -> Tensor:
-        """A tensor in float32, or in the type of plain numbers. Raises BadModel for a format that
-        is not known."""
+        """A tensor: dequantised to float32, or in its stored dtype. Raises BadModel for an unknown
+        format."""
         import torch
 
         from cairn.ops.gguf.blocks import KINDS, dequantised
@@ -228,7 +228,7 @@ class GgufFile:
         return _in_halves(value, part.heads) if part.heads else value
 
     def opened(self, device: str) -> _Opened:
-        """What loading reads from."""
+        """A reader with the interface of an open safetensors file."""
         return _Opened(lambda name: self.read(name, device))
 
 

@@ -32,7 +32,7 @@ HILS_FIELDS = tuple(
 )
 """Without effect where no layer is a landmark layer."""
 HILS_NORM_EPS = 1e-6
-"""Of the norms inside a landmark layer, whatever rms_norm_eps says."""
+"""Eps of the norms inside a landmark layer; rms_norm_eps does not apply to them."""
 ROW_MULTIPLE = 32
 
 
@@ -223,7 +223,7 @@ def _gqa(
     *,
     window: int | None,
 ) -> dict[str, Any]:
-    """What attention of both kinds has."""
+    """Fields shared by plain and landmark attention."""
     return {
         "num_heads": heads[0],
         "num_kv_heads": heads[1],
@@ -298,7 +298,7 @@ def _closed_form(f: ConfigFields, frame: _Frame) -> RotarySpec:
 
 
 def _hils(f: ConfigFields, attention: dict[str, Any]) -> HilsSpec:
-    """A landmark layer's attention; all of a model are alike."""
+    """A landmark layer's attention, the same for all layers of a model."""
     prior = f.flag("enable_prior_query", True)
     shared = f.flag("shared_q_c", False)
     mean = f.flag("enable_chunk_pooling", False)

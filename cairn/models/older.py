@@ -1,7 +1,7 @@
 """The older schema of landmark models (FlashHSAConfig, HSAForCausalLM) in released names.
 
-Keys are renamed, keys that change nothing are dropped, and keys that make another
-model are refused by name.
+Keys are renamed, keys without effect are dropped, and keys of unsupported variants are refused by
+name.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _refuse_other_models(config: Mapping[str, Any]) -> None:
 
 
 def _check_full_heads(config: Mapping[str, Any], older: bool) -> None:
-    """Refuse a model in which fewer than all heads retrieve.
+    """Refuse a model in which only some heads select pages.
 
     In the older generation absent keys meant a quarter of the heads and a ratio of 4.
     """

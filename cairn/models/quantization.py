@@ -31,7 +31,7 @@ REFUSED = {
     "vptq": "weights of VPTQ are codes of books of vectors",
     "quark": "weights of Quark are in its own layout",
 }
-"""Method -> what it is, for the refusal."""
+"""Method -> its description in the error message."""
 
 
 def quantization_of(f: ConfigFields) -> QuantizationSpec | None:

@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated delta nets between layers of gated full attention.
 
-A folder that also holds a vision encoder keeps the fields of the text model in `text_config`, those
-of the encoder in `vision_config`. Tensors of the draft layer are read where it is used.
+A folder with a vision encoder has the fields of the text model in `text_config`, those of the
+encoder in `vision_config`. Tensors of the draft layer are read where it is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ OUTER = frozenset(
     "tie_word_embeddings dtype torch_dtype quantization_config bos_token_id eos_token_id "
     "image_token_id video_token_id vision_start_token_id vision_end_token_id".split()
 )
-"""Fields that a nested config has beside `text_config`; they win over those within."""
+"""Fields that a nested config has beside `text_config`; they take precedence over fields of the
+same name inside."""
 WITHOUT_EFFECT = (
     "attn_output_gate output_gate_type mamba_ssm_dtype "
     "mtp_use_dedicated_embeddings router_aux_loss_coef output_router_logits sliding_window "
@@ -42,7 +43,7 @@ WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class _Family:
-    """Defaults of a family, and what sets it apart.
+    """Defaults and properties of a family.
 
     Attributes:
         vocab, hidden, intermediate, layers, kv_heads: of the fields of these meanings.
@@ -133,7 +134,7 @@ def spec_from_config(
 
 
 def _text_config(config: Mapping[str, Any], overridden: frozenset[str]) -> dict[str, Any]:
-    """The fields of the text model, and those beside them that concern it."""
+    """The fields of the text model, including those at the top level."""
     text, outer = config.get("text_config"), config["model_type"]
     if not isinstance(text, dict):
         raise refuse(
@@ -157,7 +158,7 @@ def _text_config(config: Mapping[str, Any], overridden: frozenset[str]) -> dict[
 
 
 def _kinds(f: ConfigFields, count: int) -> list[str]:
-    """What each layer is: `layer_types`, or every so many is full attention."""
+    """Kind of each layer: from `layer_types`, or full attention at a fixed interval."""
     kinds = f.layer_types(count, (LINEAR, FULL))
     if kinds is not None:
         return kinds

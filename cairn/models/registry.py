@@ -82,7 +82,7 @@ UNSUPPORTED = {
 def load_spec(
     source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> ModelSpec:
-    """Read what a model is. Needs no torch and runs nothing of the folder.
+    """Read a model's spec. Needs no torch and executes no code of the folder.
 
     Args:
         source: the model's folder, its GGUF file, or the content of a config.json.
@@ -146,14 +146,14 @@ def load_model(
     Args:
         path: the model's folder; not read when `random_seed` is given.
         spec: from `load_spec`.
-        dtype: of the parameters, whatever the files hold.
-        device: where they live.
+        dtype: of the parameters, independent of the files' dtype.
+        device: device of the parameters.
         random_seed: draw the weights from this seed instead of reading files.
         group: ranks of which this one loads its share; None: the model is not divided.
         rounds: of engines of which this one has a share of the experts; None: it has all.
 
     Raises:
-        BadConfig: the model cannot be divided between so many ranks.
+        BadConfig: the model cannot be divided between this many ranks.
         BadModel: the weights are absent, pickled, corrupt, or do not fit the config.
     """
     import torch
@@ -203,13 +203,13 @@ def measure_weights(
 
 
 def _stored(prefix: str, entries: Mapping[str, TensorEntry]) -> bool:
-    """Whether the files hold a tensor whose name begins so."""
+    """Whether the files have a tensor whose name begins with the prefix."""
     return any(name.startswith(prefix) for name in entries)
 
 
 def _with_its_own_head(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> ModelSpec:
-    """The spec, untied where the files hold a head that is not the embedding: some fine-tunes train
-    one and keep the config of their base.
+    """The spec, untied if the files have a head that differs from the embedding: some fine-tunes
+    train a head but keep the config of their base model.
 
     Raises:
         BadModel: the head has another shape than the embedding.

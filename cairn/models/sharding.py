@@ -1,8 +1,8 @@
-"""The share of one rank in a model: its spec, and the part of every stored tensor.
+"""One rank's share of a model: its spec, and its part of every stored tensor.
 
 A rank's module is built from the spec of its share, with the same declarations as the whole model.
-Where the two declare another size of an axis, the rank reads its part of it; a tensor that both
-declare alike is on every rank.
+Where the two declare different sizes of an axis, the rank reads its part of it; tensors of equal
+declared shapes are replicated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_RANKS = 64
 
 
 def local(spec: ModelSpec, ranks: int) -> ModelSpec:
-    """The spec of one of several ranks, which are alike.
+    """The spec of one of several ranks, which all have the same.
 
     Raises:
         BadConfig: the model cannot be divided so; it names the numbers of ranks that can be.
@@ -66,8 +66,8 @@ class Share(NamedTuple):
     """The parts of a tensor that a rank reads.
 
     Attributes:
-        axis: that is divided.
-        parts: of it, one behind the other; empty: the rank reads all of the tensor.
+        axis: the divided axis.
+        parts: slices of it, which are concatenated; empty: the rank reads all of the tensor.
     """
 
     axis: int = 0
@@ -104,7 +104,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of_experts(cls, held: Sequence[int]) -> Share:
-        """These numbers along the first axis, in this order."""
+        """These indices along the first axis, in this order."""
         begins = [i for i, expert in enumerate(held) if i == 0 or expert != held[i - 1] + 1]
         bounds = pairwise([*begins, len(held)])
         return cls(0, tuple(slice(held[a], held[b - 1] + 1) for a, b in bounds))
@@ -121,7 +121,7 @@ class Share(NamedTuple):
 
 
 class SharedWeight(NamedTuple):
-    """What a rank declares, beside what the whole model does.
+    """The declarations of one tensor by a rank's module and by the whole model's.
 
     Attributes:
         own: of the rank.

@@ -1,6 +1,6 @@
 """Filling a model's parameters: streamed from safetensors, or drawn from a seed.
 
-What fills what is declared by the modules themselves (`cairn.layers.weight`).
+The modules declare which tensor fills which parameter (`cairn.layers.weight`).
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def _is_old_buffer(name: str, entry: TensorEntry) -> bool:
 
 
 def draw_weights(model: Any, seed: int, division: Division | None = None) -> None:
-    """Fill every parameter with random numbers of a sensible scale.
+    """Fill every parameter with random values of a sensible scale.
 
-    The same seed gives the same numbers on the same kind of device, in every dtype (rounded), and
+    The same seed gives the same values on the same kind of device, in every dtype (rounded), and
     however the model is divided, if its rows are stored in their order. Matrices keep the variance
     of their input, norms lie around 1.
     """
@@ -218,7 +218,7 @@ def _clear(model: nn.Module) -> None:
 
 
 def _check_filled(model: nn.Module, weights: Sequence[Weight]) -> None:
-    """Every parameter is filled completely, and no place twice."""
+    """Check that every element of every parameter is filled exactly once."""
     filled: dict[int, int] = defaultdict(int)
     for parameter, padding in _padding(model):
         filled[id(parameter)] += padding.numel()

@@ -66,7 +66,7 @@ def create_admin_app(state: ServerState) -> Starlette:
 
 
 async def _asked(request: Request, method: str, **arguments: Any) -> Response:
-    """What the engine answers, bytes in base64."""
+    """The engine's answer, with bytes in base64."""
     state: ServerState = request.app.state.server
     found = await state.client.call(method, **arguments)
     return Response(msgspec.json.encode(found), media_type="application/json")

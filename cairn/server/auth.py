@@ -1,4 +1,4 @@
-"""API keys: every route but the two that a load balancer asks needs one."""
+"""API keys: required by every route except the two for load balancers' health checks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cairn.server import page
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Routes without a key: /health and /ready."""
 PAGE_PATHS = frozenset(route.path for route in page.routes)
-"""The page and its files. A browser cannot send a bearer key with an address: there it is asked for
-user and password, and the password is the key."""
+"""The page and its files. A browser cannot send a bearer key with an address: for these routes it
+prompts for user and password, and the password is the key."""
 
 
 def check_key(path: str, headers: Headers, keys: Sequence[str]) -> None:
-    """Let a request pass or refuse it.
+    """Accept or refuse a request.
 
     Every configured key is compared, each in constant time: how long it takes tells neither how
     much of a key was right nor which one.

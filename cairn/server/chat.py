@@ -61,7 +61,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShape]:
-    """A chat as work for the engine, and how its answer is written. Raises CairnError."""
+    """A chat as work for the engine, and the shape of its answer. Raises CairnError."""
     state: ServerState = request.app.state.server
     tokenizer = tokenizer_of(state, "a chat")
     try:
@@ -272,7 +272,7 @@ async def _check_tools(state: ServerState, asked: ChatRequest) -> None:
 
 
 def _is_held(tool: Tool, asked: ChatRequest) -> bool:
-    """Whether calls of a tool follow its schema."""
+    """Whether calls of a tool are constrained to its schema."""
     choice = asked.tool_choice
     if isinstance(choice, NamedTool):
         return tool.function.name == choice.function.name

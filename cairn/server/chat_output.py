@@ -43,7 +43,7 @@ class ToolUse:
     Attributes:
         shown: the tools as the chat template reads them.
         parser: name of the parser that finds calls in the output; None: none is looked for.
-        grammar: makes the output a call, where one is asked for; holds calls to their schemas.
+        grammar: makes the output a call, if one is required; constrains calls to their schemas.
         several: more than one call may be made.
         forced: the whole output is calls: what was cut off is one as well.
     """
@@ -83,7 +83,7 @@ class ChatShape:
         state: of the server.
         asked: the request.
         prompt: its token ids.
-        tools: what its tools come to.
+        tools: the use of its tools.
         thinking: how reasoning is separated; None: not at all.
         tokenizer: spells tokens.
     """

@@ -54,7 +54,7 @@ class RequestFailed(CairnError):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the engine is asked to do.
+    """Work for the engine: the prompts of one HTTP request.
 
     Attributes:
         prompts: token ids; prompt p's continuation i is choice `p * n + i`.
@@ -122,10 +122,10 @@ class Generation:
     Args:
         client: the engine, or its replicas.
         work: what to run.
-        request_id: the engine's name for it; further prompts get a number behind it.
+        request_id: the engine's name for it; further prompts get a number as suffix.
 
     Attributes:
-        transfer: what the engine that goes on needs.
+        transfer: parameters for the engine that continues.
     """
 
     def __init__(self, client: Engine, work: Work, request_id: str) -> None:

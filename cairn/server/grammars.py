@@ -22,7 +22,7 @@ VERDICTS = 512
 
 
 class GrammarChecker:
-    """Says whether a grammar can be used, whatever it is.
+    """Checks whether a grammar can be used.
 
     Each grammar is compiled and tried out by a worker process with bounded memory; a worker that
     takes too long ends and is replaced. Verdicts are remembered.
@@ -67,7 +67,7 @@ class GrammarChecker:
         self._pool.prepare()
 
     async def check(self, grammar: Grammar) -> None:
-        """Pass a grammar that the engine can use.
+        """Accept a grammar that the engine can use.
 
         Raises:
             BadRequest: it is wrong, too large or too complex.

@@ -52,10 +52,10 @@ class HostCheck:
         return cls(frozenset(_canonical(host) for host in (options.host, *options.allowed_hosts)))
 
     def check(self, path: str, headers: Headers) -> None:
-        """Let a request pass or refuse it.
+        """Accept or refuse a request.
 
-        A request without a Host header passes: browsers always send one. So do /health and
-        /ready: load balancers ask them by addresses of all kinds, and they tell nothing more.
+        A request without a Host header passes: browsers always send one. So do /health and /ready:
+        load balancers call them by various addresses, and they reveal nothing else.
 
         Raises:
             HTTPException: 403, the Host header names something else.

@@ -1,4 +1,5 @@
-"""From a model folder and options to a server, until it is told to stop or its engine ends."""
+"""Starts a server from a model folder and options, and runs it until it is stopped or its engine
+ends."""
 
 from __future__ import annotations
 
@@ -208,7 +209,8 @@ class _Life:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _end(self) -> None:
-        """Take everything down: the engine first, so that open streams tell their clients."""
+        """Shut everything down: the engine first, so that open streams send an error to their
+        clients."""
         at_once = self._stop_now.is_set()
         await self._client.stop(0.0 if at_once else STOP_SECONDS)
         if not at_once:

@@ -124,7 +124,7 @@ class ServerOptions:
 
     @property
     def served_model_names(self) -> tuple[str, ...]:
-        """What clients call the model."""
+        """The names of the model in the API."""
         names = self.served_model_name
         return (names,) if isinstance(names, str) else names
 

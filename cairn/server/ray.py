@@ -38,7 +38,7 @@ TABLES = ("engine", "server", "resources", "autoscaling", "prefill")
 @checked_keywords
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a file says: a TOML document with these names.
+    """The content of a plan file: a TOML document with these names.
 
     Attributes:
         model: the model folder, the same on every node.
@@ -73,7 +73,7 @@ class Plan:
             self.of_prefill()
 
     def options(self) -> tuple[EngineOptions, ServerOptions]:
-        """Those of a replica. Raises BadConfig for what is impossible."""
+        """The options of a replica. Raises BadConfig for what is impossible."""
         server: dict[str, Any]
         server = {k: tuple(v) if isinstance(v, list) else v for k, v in self.server.items()}
         return EngineOptions(**self.engine), ServerOptions(**server)
@@ -94,7 +94,7 @@ class Plan:
             )
 
     def of_prefill(self) -> Plan:
-        """That of the servers that compute prompts. Raises BadConfig for what is impossible."""
+        """The plan of the servers that compute prompts. Raises BadConfig for what is impossible."""
         for name in self.prefill:
             if name not in ("replicas", "resources", "engine", "autoscaling"):
                 raise BadConfig(
@@ -108,7 +108,7 @@ class Plan:
         return Plan(self.model, server=self.server, **own)
 
     def of_decode(self) -> Plan:
-        """That of the servers in front of them."""
+        """The plan of the servers that decode."""
         return replace(self, engine=self.engine | {"disaggregation_mode": DECODE}, prefill={})
 
 

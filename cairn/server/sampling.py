@@ -43,13 +43,13 @@ SAME_NAME = (
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the endpoints say in fields of their own.
+    """Output options that endpoints have in different fields.
 
     Attributes:
         max_tokens: None: as many as fit.
         logprobs, prompt_logprobs: as in SamplingParams.
-        grammar: what the output must look like.
-        fixed: values of other parameters, whatever the request says.
+        grammar: constraint on the output.
+        fixed: values of other parameters, which override the request's.
     """
 
     max_tokens: int | None
@@ -128,9 +128,9 @@ def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
 
 
 def requested_transfer(request: SamplingFields, prompts: int) -> KvTransferParams | None:
-    """Who computes the prompt and who goes on.
+    """Parameters of disaggregated prefill in the request.
 
-    Raises BadRequest where an answer could not say it: of several prompts, or in a stream.
+    Raises BadRequest where an answer cannot have them: with several prompts, or in a stream.
     """
     asked, name = request.kv_transfer_params, "kv_transfer_params"
     if asked is not None and prompts > 1:

@@ -17,7 +17,7 @@ MAX_WAITING = 1024
 
 
 class TemplateRenderer:
-    """Renders conversations, whatever the model's template does.
+    """Renders conversations in worker processes, isolated from the server.
 
     A worker process that takes too long ends and is replaced.
 

@@ -1,1 +1,1 @@
-"""What a model is, as frozen values: its layers, their mixers and feed-forward parts. No torch."""
+"""Specs of models as frozen dataclasses: layers, mixers and feed-forward layers. No torch."""

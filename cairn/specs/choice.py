@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One resolved value and why it was taken."""
+    """One resolved value and the reason for it."""
 
     name: str
     value: object
@@ -19,7 +19,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Notes:
-    """What a resolution tells its user.
+    """Automatic choices and warnings of a resolution, for its user.
 
     Attributes:
         choices: values that were taken automatically.

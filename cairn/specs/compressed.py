@@ -1,5 +1,5 @@
-"""Attention of all heads over one record a token: those in a window, and entries that stand for
-earlier tokens (DeepSeek-V4)."""
+"""Attention of all heads over one latent record per token: records in a window, and compressed
+entries of earlier tokens (DeepSeek-V4)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cairn.specs.shares import share
 
 @dataclass(frozen=True, slots=True)
 class CompressionSpec:
-    """How earlier tokens become entries.
+    """Compression of earlier tokens to entries.
 
     Attributes:
-        rate: m, tokens of a window; entry e is final when token (e + 1) m - 1 is there.
-        overlap: an entry is also made of the window before.
+        rate: m, tokens of a window; entry e is computed when token (e + 1) m - 1 runs.
+        overlap: an entry is also computed from the previous window.
         index_heads, index_dim: heads of the indexer that selects entries, and their size; 0: none,
             and every entry is read.
         topk: entries that a query reads, at most, with an indexer.
@@ -31,7 +31,7 @@ class CompressionSpec:
 
     @property
     def reach(self) -> int:
-        """Tokens of which an entry is made, up to the one that closes its window."""
+        """Tokens from which an entry is computed, up to the last of its window."""
         return self.rate * (1 + self.overlap)
 
 
@@ -71,17 +71,17 @@ class CompressedSpec:
 
     @property
     def selects(self) -> bool:
-        """Its queries select entries, not pages: nothing is reported of pages."""
+        """False: its queries select entries, not pages."""
         return False
 
     @property
     def scale(self) -> float:
-        """Of scores."""
+        """Scale of scores."""
         return float(self.head_dim**-0.5)
 
     @property
     def description(self) -> str:
-        """In words, for `cairn inspect`."""
+        """Description for `cairn inspect`."""
         text = f"{self.num_heads} heads over records of {self.head_dim}, window {self.window}"
         own = self.compression
         if own is None:

@@ -15,26 +15,26 @@ MODES = ("null", PREFILL, DECODE, BOTH)
 TCP, NIXL, CUDA = "tcp", "nixl", "cuda"
 BACKENDS = (TCP, NIXL, CUDA)
 STAGING = 2 << 30
-"""Bytes of GPU memory for records that nobody asked for otherwise."""
+"""Default bytes of GPU memory for records in transfer."""
 ON_FAILURE = ("recompute", "fail")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggregationOptions:
-    """What a user may ask of it.
+    """User options of disaggregation.
 
     Attributes:
-        disaggregation_mode: "prefill" keeps the pages of prompts for others that ask for them,
+        disaggregation_mode: "prefill" keeps the pages of prompts for other engines to fetch,
             "decode" takes those of other processes, "both" does both; None or "null": neither.
         disaggregation_transfer_backend: "tcp"; "nixl" reads pages by NIXL from engines that have
             it too; "cuda" keeps them in GPU memory, from which other GPUs of the host read them.
         disaggregation_staging_size: bytes of GPU memory for pages in transfer with "cuda", or text
             such as "2GiB".
-        disaggregation_bootstrap_host: address at which others ask for pages, told to them.
+        disaggregation_bootstrap_host: address at which others fetch pages, sent to them.
         disaggregation_bootstrap_port: its port; 0: any that is free.
-        disaggregation_load_failure: what a request does whose pages did not come: "recompute" runs
-            its prompt, "fail" ends it with status 503.
+        disaggregation_load_failure: what happens to a request whose pages were not received:
+            "recompute" runs its prompt, "fail" ends it with status 503.
     """
 
     disaggregation_mode: str | None = field(
@@ -91,13 +91,13 @@ class DisaggregationOptions:
 
 @dataclass(frozen=True, slots=True)
 class Disaggregation:
-    """How an engine shares the work with others.
+    """Role of an engine in disaggregation.
 
     Attributes:
         sends: it keeps pages for others.
         receives: it takes pages of others.
-        host, port: where others ask for pages.
-        recompute: a prompt whose pages did not come is run here.
+        host, port: where others fetch pages.
+        recompute: a prompt whose pages were not received is run here.
         secret: shared by all; empty: none.
         backend: how records travel, one of BACKENDS.
         staging: bytes of GPU memory for records; 0: they are in host memory.

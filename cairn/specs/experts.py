@@ -28,7 +28,7 @@ VLLM_IGNORED = ("window_size", "log_balancedness", "use_async", "policy")
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """What a user may ask of the experts of a model.
+    """User options of a model's experts.
 
     Attributes:
         enable_expert_parallel: each rank holds some experts whole, instead of a part of each.
@@ -41,7 +41,7 @@ class ExpertOptions:
         eplb_rebalance_layers_per_chunk: layers that are placed between two steps.
         init_expert_location: "trivial", or a JSON file with the expert in every place of all ranks,
             for every layer with experts ("physical_to_logical_map").
-        moe_a2a_backend: "none"; "deepep" is known by name alone.
+        moe_a2a_backend: "none"; "deepep" is recognised but not supported.
         eplb_config: the same in vLLM's form, a JSON object or its text.
     """
 
@@ -104,7 +104,7 @@ class ExpertOptions:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """When experts are placed anew.
+    """Schedule of expert rebalancing.
 
     Attributes:
         every: steps between two placements.
@@ -179,7 +179,7 @@ def resolve_experts(
 
 
 def without_places(model: ModelSpec) -> ModelSpec:
-    """The same model, whoever has its experts."""
+    """The same model without a placement of experts."""
     return _with_places(model, itertools.repeat(()), 1)
 
 
@@ -284,7 +284,7 @@ def _placements(
 
 
 def trivial_placement(experts: int, ranks: int, redundant: int) -> tuple[int, ...]:
-    """The expert in every place, rank by rank: all in their order, then the first of them once
-    more: as many as are asked for, and as give all ranks the same number of places."""
+    """The expert in every place, rank by rank: all in order, then copies of the first ones:
+    `redundant` of them, rounded up so that all ranks have the same number of places."""
     places = -(-(experts + redundant) // ranks) * ranks
     return tuple(place % experts for place in range(places))

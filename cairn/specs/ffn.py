@@ -1,4 +1,4 @@
-"""Feed-forward parts of a layer."""
+"""Feed-forward layers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class DenseFfn:
     """Gated linear unit: down(activation(gate x) * up x).
 
     Attributes:
-        intermediate: width inside.
+        intermediate: intermediate width.
         activation: "silu", or "gelu_tanh", gelu's approximation by tanh.
-        limit: gate x is at most that, up x lies between minus that and that; 0: no limit.
+        limit: gate x is clamped to at most limit, up x to [-limit, limit]; 0: no limit.
         names: of the matrices.
     """
 
@@ -36,12 +36,12 @@ class DenseFfn:
     names: FfnNames = FfnNames()
 
     def of_rank(self, ranks: int) -> Self:
-        """The part of one of several ranks. Raises BadConfig if it cannot be divided."""
+        """One rank's part. Raises BadConfig if it cannot be divided."""
         return replace(self, intermediate=share(self.intermediate, ranks, "rows of an MLP"))
 
     @property
     def description(self) -> str:
-        """In words, for `cairn inspect`."""
+        """Description for `cairn inspect`."""
         name = "SwiGLU" if self.activation == "silu" else "GEGLU"
         return f"{name} of width {self.intermediate}"
 

@@ -44,17 +44,17 @@ class GatedDeltaSpec:
 
     @property
     def conv_channels(self) -> int:
-        """Their sum."""
+        """The sum of `conv_parts`."""
         return sum(self.conv_parts)
 
     @property
     def selects(self) -> bool:
-        """Whether it selects pages: it has a state and reads none."""
+        """False: it has a state and reads no pages."""
         return False
 
     @property
     def description(self) -> str:
-        """In words, for `cairn inspect`."""
+        """Description for `cairn inspect`."""
         return (
             f"gated delta net: {self.value_heads} states of {self.key_dim} x {self.value_dim}, "
             f"convolution of {self.conv_kernel}"

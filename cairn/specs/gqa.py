@@ -18,7 +18,7 @@ class GqaSpec:
 
     Attributes:
         num_heads, num_kv_heads, head_dim: h_q, h_kv, d.
-        rotary: None: queries and keys carry no position. It may rotate the first dimensions only.
+        rotary: None: no rotary embedding. It may rotate the first dimensions only.
         window: slots that a query sees, its own included; None: all of its sequence.
         scale: of scores; None: d^-1/2.
         mask_landmarks: keys of landmark slots are invisible.
@@ -29,8 +29,8 @@ class GqaSpec:
         out_bias: the output projection has a bias.
         output_gate: each query head has a gate beside it; outputs are multiplied by its sigmoid.
         draft_width: of a draft layer, the width of the hidden states that it reads: slot 0 of its
-            cache is no key, and the state of the last token of each page is kept. Else 0.
-        out_heads: heads that a rank projects, of more that it computes; 0: all.
+            cache is not a key, and the cache has the state of the last token of each page. Else 0.
+        out_heads: heads that a rank projects, if it computes more; 0: all.
         backend: name of the attention backend that computes it.
     """
 
@@ -66,7 +66,7 @@ class GqaSpec:
 
     @property
     def selects(self) -> bool:
-        """Whether queries choose what they read."""
+        """Whether queries select pages."""
         return False
 
     @property
@@ -76,7 +76,7 @@ class GqaSpec:
 
     @property
     def description(self) -> str:
-        """In words, for `cairn inspect`."""
+        """Description for `cairn inspect`."""
         return describe_reads(self)
 
 

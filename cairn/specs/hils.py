@@ -1,6 +1,6 @@
-"""Attention by landmarks (HiLS): a local window, and a few pages that each query selects.
+"""Landmark attention (HiLS): a local window, and a few pages that each query selects.
 
-Also the options that change how its layers attend: `--hsa-topk` and its kin.
+Also the options of these layers, such as `--hsa-topk`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRATEGIES = ("auto", "group", "head", "softmax_head")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HilsSpec(GqaSpec):
-    """Attention by landmarks; `window` is aligned down to a page start and never None.
+    """Landmark attention; `window` is aligned down to a page start and never None.
 
     Attributes:
         topk: pages selected per query and KV head.
@@ -54,7 +54,7 @@ class HilsSpec(GqaSpec):
     strategy: str = "hils"
 
     ALTERNATIVES: ClassVar[tuple[str, ...]] = (HSA, WINDOW, DENSE)
-    """Backends that can compute it; the first is the one that it was trained with."""
+    """Backends that can compute it; models are trained with the first."""
 
     def __post_init__(self) -> None:
         if self.window is None:
@@ -101,7 +101,7 @@ class HilsSpec(GqaSpec):
 
     @property
     def description(self) -> str:
-        """In words, for `cairn inspect`."""
+        """Description for `cairn inspect`."""
         if not self.selects:
             return describe_reads(self)
         return (
@@ -154,7 +154,7 @@ def resolve_hils(model: ModelSpec, options: HilsOptions, backend: str, notes: No
     Args:
         model: as trained.
         options: what the user asked for.
-        backend: what computes the landmark layers.
+        backend: backend of the landmark layers.
         notes: gets a warning for every option that contradicts the trained model.
 
     Raises:

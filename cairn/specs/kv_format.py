@@ -1,4 +1,4 @@
-"""How keys and values are stored in fewer bits: the bytes of one head in one slot, as data."""
+"""Formats of quantised keys and values: the bytes of one head in one slot."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """The numbers of a head in one slot, and behind them their scales, a byte each.
+    """The codes of a head in one slot, followed by their scales, a byte each.
 
     Attributes:
         name: as `--kv-cache-dtype` calls it.
-        bits: of a number.
-        dtype: of the cache's tensors, by torch's name; it tells one format from another.
-        block: numbers that share a scale; None: all of the head's.
+        bits: of a code.
+        dtype: of the cache's tensors, by torch's name; it identifies the format.
+        block: elements that share a scale; None: all of the head's.
     """
 
     name: str
@@ -22,7 +22,7 @@ class KvFormat:
     block: int | None = None
 
     def code_bytes(self, dim: int) -> int:
-        """Bytes of `dim` numbers."""
+        """Bytes of `dim` codes."""
         return dim * self.bits // 8
 
     def scale_bytes(self, dim: int) -> int:
@@ -34,7 +34,7 @@ class KvFormat:
         return self.code_bytes(dim) + self.scale_bytes(dim)
 
     def head_dim(self, slot_bytes: int) -> int | None:
-        """Numbers of a head that take so many bytes; None: no head takes so many."""
+        """Elements of a head that take this many bytes; None: no head size does."""
         if self.block is None:
             dim = (slot_bytes - 1) * 8 // self.bits
         else:

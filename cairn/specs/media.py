@@ -21,7 +21,7 @@ PIXELS = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What a prompt may bring.
+    """Limits of images and videos in a prompt.
 
     Attributes:
         images, videos: how many.
@@ -43,7 +43,7 @@ class MediaLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class MediaOptions:
-    """What a user may ask of images and videos; the names are vLLM's where it has them.
+    """User options of images and videos, by vLLM's names where they exist.
 
     Attributes:
         limit_mm_per_prompt: images and videos of one prompt: a JSON object or its text, or

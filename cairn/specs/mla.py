@@ -12,7 +12,8 @@ from cairn.specs.shares import share
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
-    """The lightning indexer: scores all earlier tokens, of which the best are kept (DeepSeek-V3.2).
+    """The lightning indexer: scores all earlier tokens, of which the best are selected
+    (DeepSeek-V3.2).
 
     Attributes:
         num_heads, head_dim: heads and their size; one key a token is shared by all heads.
@@ -70,17 +71,17 @@ class MlaSpec:
 
     @property
     def selects(self) -> bool:
-        """Its queries select tokens, not pages: nothing is reported of pages."""
+        """False: its queries select tokens, not pages."""
         return False
 
     @property
     def record_dim(self) -> int:
-        """Numbers that are cached for a token."""
+        """Elements cached per token."""
         return self.kv_lora_rank + self.rope_dim
 
     @property
     def description(self) -> str:
-        """In words, for `cairn inspect`."""
+        """Description for `cairn inspect`."""
         text = f"latent attention: {self.num_heads} heads over {self.record_dim} numbers a token"
         if self.topk is None:
             return text

@@ -14,8 +14,8 @@ class MlaOptions:
     """Options of latent attention.
 
     Attributes:
-        indexer_stream: "second": in CUDA graphs of decode steps the indexer runs beside what does
-            not wait for it; "same": before that.
+        indexer_stream: "second": in CUDA graphs of decode steps the indexer runs on a second
+            stream, concurrently with work that does not depend on it; "same": before that work.
     """
 
     indexer_stream: str = field(

@@ -1,4 +1,4 @@
-"""A decoder model: everything that config.json settles."""
+"""A decoder model: everything that config.json determines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cairn.specs.vision import VisionSpec
 ELEMENT_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec | CompressedSpec
-"""What mixes the tokens of a sequence in one layer."""
+"""The layer's attention or recurrence, which mixes the tokens of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class BlockNames:
 
 @dataclass(frozen=True, slots=True)
 class StreamsSpec:
-    """Several residual streams beside each other (hyper-connections).
+    """Several parallel residual streams (hyper-connections).
 
     Attributes:
         count: n.
         norm_eps: of the norm over all streams of a token.
         eps, iterations: of the matrix that mixes streams, see `cairn.ops.mhc_pre`.
-        head: name of what joins them behind the last layer, in a checkpoint.
+        head: checkpoint name of the parameters that join them after the last layer.
     """
 
     count: int
@@ -79,8 +79,8 @@ class LayerSpec:
     """One decoder layer: x += mixer(norm(x)); x += ffn(norm(x)).
 
     Attributes:
-        mixer: what mixes tokens.
-        ffn: what follows, token by token.
+        mixer: the attention or recurrence.
+        ffn: the feed-forward layer after it.
         norm: of both, and of their outputs where those are normed.
         names: in a checkpoint; they say which norms there are.
         streams: residual streams that the parts read and write; None: there is one.
@@ -114,13 +114,13 @@ class DraftNames:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """A draft layer: it guesses the token behind the next one.
+    """A draft layer: it predicts the token after the next one.
 
     Attributes:
         layer: its block.
         prefix: of the names of its tensors in a checkpoint.
-        normed: it reads hidden states behind the model's final norm; else those in front of it, of
-            several residual streams all of them.
+        normed: it reads hidden states after the model's final norm; otherwise those before it, of
+            all residual streams.
         names: of its parts.
     """
 
@@ -156,14 +156,14 @@ class ModelSpec:
         hidden_size: width of the residual stream.
         norm: the final norm.
         tied: the output head is the embedding matrix.
-        chunk_size: slots per page the model was trained with, None: any page size will do.
+        chunk_size: slots per page the model was trained with, None: any page size is possible.
         landmarks: the last slot of every page is a landmark.
         end_embedding: name of the tensor with the embedding of page ends, where that is not a row
             of the embedding matrix.
         max_model_len: trained context in user tokens.
         layers: one entry per layer.
-        draft_layer: a layer that guesses, which checkpoints hold beside the others; None: none.
-        draft: the same where it is used; None: it is not.
+        draft_layer: the draft layer of the checkpoint; None: none.
+        draft: the same if it is used; None: it is not.
         vision: an encoder of images and videos; None: text alone is read.
         dtype: "float32", "bfloat16" or "float16", as the checkpoint says.
         quantization: of the matrices; None: they have the dtype.
@@ -216,7 +216,7 @@ class ModelSpec:
 
     @property
     def landmark_id(self) -> int:
-        """Token id of the landmark, the first id no user has."""
+        """Token id of the landmark, the first id after the vocabulary."""
         return self.vocab_size
 
     @property

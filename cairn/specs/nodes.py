@@ -17,14 +17,14 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Where the ranks of a model are.
+    """User options for ranks on several hosts.
 
     Attributes:
         nnodes: hosts that share the ranks evenly.
         node_rank: number of this one; 0 has the engine and the API.
         dist_init_addr: HOST:PORT of node 0, at which the others report.
         master_addr, master_port: the same as vLLM writes it.
-        dist_timeout: seconds in which all ranks must have come.
+        dist_timeout: seconds in which all ranks must have connected.
     """
 
     nnodes: int = field(
@@ -71,7 +71,7 @@ class Nodes:
         count: how many.
         number: of this one.
         host, port: where node 0 is; with torchrun the port of its store, which tells where.
-        seconds: in which all must have come.
+        seconds: in which all ranks must have connected.
         secret: shared by all; empty: none.
         launched: each node is a process of torchrun, with one rank.
         local: number of the process on its host, and how many there are, where `launched`.

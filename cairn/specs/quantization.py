@@ -1,4 +1,4 @@
-"""How a checkpoint keeps its matrices, as frozen values. No torch."""
+"""Quantisation formats of checkpoints, as frozen dataclasses. No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class StoredFormat:
     Attributes:
         layout: what its tensors are.
         bits: of a code of "gptq", "awq" and "packed".
-        group: numbers of a row that share a scale; None: a row, 0: the matrix.
+        group: elements of a row that share a scale; None: the whole row, 0: the whole matrix.
         zeros: there are zero points beside the scales.
         ordered: a tensor names the group of each column (act order).
-        less_one: zero points are stored less 1, as GPTQ's first format does.
+        less_one: the stored value is the zero point - 1, as GPTQ's first format does.
     """
 
     layout: Layout

@@ -15,7 +15,7 @@ from cairn.specs.model import ModelSpec
 NGRAM, NEXTN = "NGRAM", "NEXTN"
 ALGORITHMS = (NGRAM, NEXTN)
 DRAFT_MODELS = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE", "DRAFT_MODEL", "MLP_SPECULATOR")
-"""What other engines have and this one does not: each needs weights beside the model's."""
+"""Algorithms of other engines that are not supported: each needs a separate draft model."""
 DEFAULTS, NGRAM_MATCH = {NGRAM: 8, NEXTN: 1}, (2, 12)
 COUNTS = {NGRAM: "speculative_num_draft_tokens", NEXTN: "speculative_num_steps"}
 """Option with the number of drafted tokens, by algorithm."""
@@ -29,7 +29,7 @@ VLLM_COUNT = "num_speculative_tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeOptions:
-    """What a user may ask of speculative decoding; the names are SGLang's.
+    """User options of speculative decoding, by SGLang's names.
 
     Attributes:
         speculative_algorithm: "NGRAM" guesses what followed the newest earlier occurrence of the
@@ -91,7 +91,7 @@ class SpeculativeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How next tokens are guessed.
+    """Resolved options of speculative decoding.
 
     Attributes:
         algorithm: one of ALGORITHMS.
@@ -117,8 +117,8 @@ def resolve_speculation(
     """What the options mean for this model, the options of its mixers applied; None: no guesses.
 
     Raises:
-        BadConfig: an algorithm that is not there, a number out of range, options without their
-            algorithm, or more guesses than the model's windows allow.
+        BadConfig: an unknown algorithm, a number out of range, options without their algorithm, or
+            more guesses than the model's windows allow.
     """
     given = _given(options)
     algorithm = given.pop("speculative_algorithm", None)

@@ -19,7 +19,7 @@ class PixelBounds:
 
 @dataclass(frozen=True, slots=True)
 class MediaSpec:
-    """How images and videos enter a prompt.
+    """Preprocessing of images and videos, and their placeholder tokens.
 
     Attributes:
         image_token, video_token: ids of placeholder tokens; one stands in front of each embedding

@@ -1,7 +1,7 @@
-"""A vision transformer with learned and rotary positions, and the merger behind it.
+"""A vision transformer with learned and rotary positions, and the merger after it.
 
 Source: the vision model of Qwen3-VL and Qwen3.5 in transformers. One image or video runs at a time,
-so what it gives does not depend on what else is served.
+so its results do not depend on other requests.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cairn.models.vision.positions import grid_positions, interpolation, rotary_
 from cairn.specs.vision import VisionSpec
 
 ROWS_AT_ONCE = 16384
-"""Patches whose feed-forward part runs at once: its inner numbers of a large image would take more
-memory than all else."""
+"""Patches whose feed-forward layer runs at once: its intermediate activations of a large image
+would dominate memory use."""
 
 
 class VisionEncoder(nn.Module):

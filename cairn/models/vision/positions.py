@@ -1,4 +1,4 @@
-"""Where patches stand: rows and columns, learned positions, rotary angles."""
+"""Positions of patches: rows and columns, learned positions, rotary angles."""
 
 from __future__ import annotations
 

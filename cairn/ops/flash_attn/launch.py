@@ -138,7 +138,7 @@ class Tiles:
 
 
 def tiles_of(task: Task) -> Tiles:
-    """Tiles that fit a multiprocessor, as many lines as there are."""
+    """Tiles that fit a multiprocessor, with at most as many rows as the call has."""
     widths = [max(16, gpu.next_power_of_2(x.shape[-1])) for x in (task.k, task.v)]
     width, size = max(widths), task.dtype.itemsize
     lines = 128 if width <= 128 else 64

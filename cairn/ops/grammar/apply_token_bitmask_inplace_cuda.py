@@ -28,7 +28,7 @@ def mask_tokens(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) 
     """`apply_token_bitmask_inplace_cuda` with its row indices as a tensor.
 
     Args:
-        logits, bitmask: as there.
+        logits, bitmask: as in `apply_token_bitmask_inplace_cuda`.
         indices: [n] int32 or int64; None: all rows.
     """
     logits, bitmask = (x.unsqueeze(0) if x.dim() == 1 else x for x in (logits, bitmask))

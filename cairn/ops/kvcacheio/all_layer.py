@@ -58,8 +58,8 @@ def transfer_kv_all_layer_mla(
     """`transfer_kv_all_layer` for MLA caches, with one buffer in place of keys and values.
 
     Args:
-        src_layers, dst_layers: [num_layers] uint64, as there.
-        src_indices, dst_indices, item_size: as there.
+        src_layers, dst_layers: [num_layers] uint64, as in `transfer_kv_all_layer`.
+        src_indices, dst_indices, item_size: as in `transfer_kv_all_layer`.
     Raises:
         BadArgument: for a shape, dtype, size, device or (on the host) slot that does not fit.
     """

@@ -91,7 +91,7 @@ def convert_vertical_slash_indexes_mergehead(
         q_seqlens, kv_seqlens, vertical_indexes, slash_indexes: as in
             `convert_vertical_slash_indexes`.
         vertical_indices_count, slash_indices_count: [H] int32, entries of a head that count.
-        context_size, block_size_M, block_size_N, causal: as there.
+        context_size, block_size_M, block_size_N, causal: as in `convert_vertical_slash_indexes`.
     Returns:
         As there.
     Raises:

@@ -38,7 +38,7 @@ class BadField(BadRequest):
 def explained(
     error: msgspec.ValidationError, kind: Any, given: Any, within: str = ""
 ) -> BadRequest:
-    """The error that says what a client has to change.
+    """The error for a client, with what it has to change.
 
     Args:
         error: of decoding or converting.

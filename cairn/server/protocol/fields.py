@@ -21,7 +21,7 @@ LARGEST_WHOLE = 2**63
 T = TypeVar("T")
 
 Refusable = Any
-"""Type of a field that is refused whatever its value."""
+"""Type of a field that is refused for every value."""
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
