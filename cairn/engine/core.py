@@ -44,7 +44,7 @@ from cairn.engine.tokenizer import Tokenizer
 from cairn.engine.totals import CoreStats
 from cairn.engine.transfer.receiver import Fetched
 from cairn.engine.transfer.transfer import Transfers
-from cairn.errors import BadRequest, InvariantError
+from cairn.errors import BadRequest, CairnError, InvariantError
 from cairn.runner.executor import Executor
 from cairn.runner.media import PromptMedia
 from cairn.runner.step import Launched, StepPlan, StepResult
@@ -306,10 +306,10 @@ class EngineCore:
     def _fail(self, plan: StepPlan, error: BaseException) -> None:
         """End the requests of a step that failed."""
         self._part()
+        told = error if isinstance(error, CairnError) else repr(error)
         for request in self.scheduler.cancel(plan):
-            failed = self._live.pop(request.id, None)
-            if failed is not None:
-                failed.error = f"the step failed: {type(error).__name__}: {error}"
+            if (failed := self._live.pop(request.id, None)) is not None:
+                failed.error = f"the step failed: {told}"
                 failed.stream.finish(FinishReason.ERROR)
                 failed.moments.ended = self.clock()
 

@@ -324,12 +324,13 @@ def test_a_rank_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
     core, told = built(LANDMARKS, 2, tmp_path).core, []
     ranks = ranked.ranks(2)
     ranks._on_death = told.append
-    core.add("r", [1, 2, 3], greedy(20))
+    live = core.add("r", [1, 2, 3], greedy(20))
     core.step()
     ranks._local[0].process.kill()
     with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
         while core.has_work:
             core.step()
+    assert live.error.startswith("the step failed: the process of rank 1 was killed by SIGKILL")
     assert all_pages_back(core)
     assert "SIGKILL" in str(told)
     ranked.ranks.cache_clear()
