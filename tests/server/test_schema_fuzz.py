@@ -28,6 +28,9 @@ def tame(case):
         return
     if isinstance(body.get("model"), str):
         body["model"] = "tiny"
+    if body.get("prompt") in ("", [""]):
+        # Valid where a tokenizer begins texts with a token, as this one does not.
+        body["prompt"] = "x"
     for name in LIMITS:
         value = body.get(name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
