@@ -244,5 +244,7 @@ def _where(record: Record) -> str:
 
 
 def _commands(records: Iterable[Record]) -> list[str]:
+    """The shell commands of the records; what was measured otherwise is described in words."""
     commands = dict.fromkeys(str(record["command"]) for record in records)
-    return ["```sh", *commands, "```"]
+    language = "sh" if all(command.startswith("cairn") for command in commands) else "text"
+    return [f"```{language}", *commands, "```"]
