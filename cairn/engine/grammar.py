@@ -228,6 +228,8 @@ class GrammarCompiler:
     def _begin(self, grammar: Grammar, matcher: LLMatcher, end_ids: Iterable[int]) -> GrammarState:
         state = GrammarState(matcher, self.vocab_size, end_ids)
         _check(grammar, state)
+        if state.done:
+            raise refused(grammar, "only an empty output satisfies it")
         return state
 
 

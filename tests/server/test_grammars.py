@@ -99,6 +99,8 @@ def test_good_and_wrong_grammars(checker: GrammarChecker) -> None:
     assert verdict(checker, GOOD) == ""
     assert "unclosed group" in verdict(checker, Grammar("regex", "("))
     assert "Invalid type" in verdict(checker, Grammar("json_schema", '{"type": "text"}'))
+    assert "only an empty output" in verdict(checker, Grammar("regex", "$+"))
+    assert verdict(checker, Grammar("regex", "a?")) == ""
 
 
 @pytest.mark.parametrize(

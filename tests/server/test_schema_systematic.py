@@ -13,7 +13,7 @@ from cairn.server.openapi import describe
 from tests.server.running import running
 from tests.server.test_schema_fuzz import EXCLUDED, HEALTH, tame
 
-EXAMPLES = 2000
+EXAMPLES = 700
 """Random ones of each operation, beside the systematic ones."""
 SECONDS = 5.0
 
