@@ -132,8 +132,8 @@ def resolve_disaggregation(
         environment: variables, for the secret.
 
     Raises:
-        BadConfig: an unknown value, no memory for pages or memory of the wrong kind, or an address
-            that others can reach without a secret.
+        BadConfig: an unknown value, no memory for pages or memory of the wrong kind, an address
+            that others can reach without a secret, or a value without a mode that uses it.
     """
     for name, known in (
         ("disaggregation_mode", (None, *MODES)),
@@ -147,6 +147,7 @@ def resolve_disaggregation(
             )
     mode, port = options.disaggregation_mode, options.disaggregation_bootstrap_port
     if mode in (None, "null"):
+        _refuse_unused(options)
         return None
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise BadConfig(f"disaggregation_bootstrap_port is {port!r}", "Give a port, or 0")
@@ -165,6 +166,17 @@ def resolve_disaggregation(
     staging = (staging or STAGING) if backend == CUDA else 0
     receives = mode in (DECODE, BOTH)
     return Disaggregation(sends, receives, host, port, recompute, secret, backend, staging)
+
+
+def _refuse_unused(options: DisaggregationOptions) -> None:
+    """Raise BadConfig for a value that needs a mode."""
+    for each in disaggregation_options():
+        value = getattr(options, each.name)
+        if each.name != "disaggregation_mode" and value != each.default:
+            raise BadConfig(
+                f"{each.name} is {value!r}, but disaggregation_mode is null",
+                f"Give disaggregation_mode, or leave out {each.name}",
+            )
 
 
 def _check_memory(mode: str, backend: str, host_memory: int, staging: int | None) -> None:

@@ -405,6 +405,7 @@ def test_impossible_transfers_are_refused(
         ({"disaggregation_transfer_backend": "cuda"}, "pages in GPU memory, but kv_host_memory"),
         ({"disaggregation_staging_size": "1MiB"}, "with the transfer backend tcp pages are in"),
         ({"disaggregation_bootstrap_port": 70000}, "disaggregation_bootstrap_port is 70000"),
+        ({"disaggregation_mode": None, **PORT}, "port is 0, but disaggregation_mode is null"),
         (
             {"tensor_parallel_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5"},
             "nnodes is 2, but records of several hosts",
