@@ -17,7 +17,7 @@ from cairn.engine.chat_template import TemplateInput
 from cairn.engine.media.given import Given, taken_out
 from cairn.engine.tokenizer import Tokenizer
 from cairn.errors import BadRequest
-from cairn.server.chat_output import ChatShape, Thinking, ToolUse
+from cairn.server.chat_output import ChatShape, ReasoningUse, ToolUse
 from cairn.server.errors import about
 from cairn.server.generation import Work, answer
 from cairn.server.intake import (
@@ -31,7 +31,8 @@ from cairn.server.media import ChatPrompt
 from cairn.server.protocol.chat import ChatRequest, NamedTool, Tool
 from cairn.server.protocol.explain import BadField
 from cairn.server.protocol.tokens import TokenizeRequest
-from cairn.server.reasoning import behind_thought, is_open
+from cairn.server.reasoning import grammar_after_reasoning, prompt_opens_reasoning
+from cairn.server.reasoning_markers import choose_markers
 from cairn.server.sampling import (
     Output,
     field_named_by,
@@ -43,7 +44,6 @@ from cairn.server.sampling import (
     within,
 )
 from cairn.server.state import ServerState
-from cairn.server.thoughts import choose_thought
 from cairn.server.tool_calls.forms import FORMS
 from cairn.server.tool_grammars import arguments_schema, strict_grammar, tool_grammar
 from cairn.server.tools import choose_parser
@@ -82,39 +82,39 @@ async def prepared(request: Request, asked: ChatRequest) -> tuple[Work, ChatShap
             "truncate_prompt_tokens would cut a prompt with images",
             "Leave it out, or send fewer images",
         )
-    thinking = _thinking(state, asked, prompt, tokenizer)
-    if grammar is not None and thinking is not None and thinking.begun:
-        behind = behind_thought(grammar, thinking.thought, tokenizer.special_names)
-        if behind is None:
-            thinking = None
+    reasoning = _reasoning_use(state, asked, prompt, tokenizer)
+    if grammar is not None and reasoning is not None and reasoning.opened:
+        delayed = grammar_after_reasoning(grammar, reasoning.markers, tokenizer.special_names)
+        if delayed is None:
+            reasoning = None
         else:
-            await state.grammars.check(behind)
-            grammar = behind
-    output = _output(state, asked, grammar, _fixed(tools, thinking, tokenizer))
+            await state.grammars.check(delayed)
+            grammar = delayed
+    output = _output(state, asked, grammar, _fixed(tools, reasoning, tokenizer))
     params = sampling_params(asked, output, state.options, state.sampling_defaults)
     transfer = requested_transfer(asked, 1)
     work = Work([prompt], params, asked.priority or 0, "messages", [chat.media], transfer)
-    return work, ChatShape(state, asked, prompt, tools, thinking, tokenizer)
+    return work, ChatShape(state, asked, prompt, tools, reasoning, tokenizer)
 
 
-def _thinking(
+def _reasoning_use(
     state: ServerState, asked: ChatRequest, prompt: Sequence[int], tokenizer: Tokenizer
-) -> Thinking | None:
-    """How the reasoning is separated from the answer; None: not at all."""
-    thought = choose_thought(state.options.reasoning_parser, tokenizer.chat_template)
-    if thought is None or asked.separate_reasoning is False or asked.continue_final_message:
+) -> ReasoningUse | None:
+    """How reasoning is separated from the answer, or None to leave it in the content."""
+    markers = choose_markers(state.options.reasoning_parser, tokenizer.chat_template)
+    if markers is None or asked.separate_reasoning is False or asked.continue_final_message:
         return None
-    begun = is_open(thought, prompt, tokenizer)
-    return Thinking(thought, begun, asked.include_reasoning is not False)
+    opened = prompt_opens_reasoning(markers, prompt, tokenizer)
+    return ReasoningUse(markers, opened, asked.include_reasoning is not False)
 
 
-def _fixed(tools: ToolUse, thinking: Thinking | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Sampling parameters that parsing of the output requires."""
+def _fixed(tools: ToolUse, reasoning: ReasoningUse | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Sampling parameters that the parsers of the output need."""
     markers = "" if tools.parser is None else FORMS[tools.parser].markers
-    if thinking is not None:
-        markers += thinking.thought.begin + thinking.thought.end
+    if reasoning is not None:
+        markers += reasoning.markers.begin + reasoning.markers.end
     hidden = any(name and name in markers for name in tokenizer.special_names)
-    # Markers that are special tokens would be missing in the text.
+    # The text would lack markers that are special tokens.
     return {"skip_special_tokens": False} if hidden else {}
 
 

@@ -1,4 +1,4 @@
-"""The answers of /v1/chat/completions, whole and in pieces: thoughts, text and calls apart."""
+"""Responses of /v1/chat/completions: reasoning, text and tool calls of the output, separated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from cairn.engine.messages import Delta
@@ -28,10 +29,10 @@ from cairn.server.protocol.chat import (
     FunctionFragment,
     MadeCall,
 )
-from cairn.server.protocol.common import ChoiceExtras, PromptScore, Usage
-from cairn.server.reasoning import ThoughtReader
+from cairn.server.protocol.common import ChoiceExtras, PromptScore, ReasoningTokens, Usage
+from cairn.server.reasoning import ReasoningCounter, ReasoningParser
+from cairn.server.reasoning_markers import ReasoningMarkers
 from cairn.server.state import ServerState
-from cairn.server.thoughts import Thought
 from cairn.server.tools import CallArguments, CallBegin, CallEnd, Piece, Text, ToolParser
 from cairn.types import Grammar
 
@@ -62,17 +63,17 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
-    """How reasoning is separated from the answer.
+class ReasoningUse:
+    """How a model's reasoning is separated from its answer.
 
     Attributes:
-        thought: its markers.
-        begun: the prompt ends inside of reasoning.
-        shown: it is part of the answer.
+        markers: the markers around the reasoning.
+        opened: the prompt contains the opening marker, the output begins as reasoning.
+        shown: the response includes the reasoning.
     """
 
-    thought: Thought
-    begun: bool
+    markers: ReasoningMarkers
+    opened: bool
     shown: bool
 
 
@@ -84,7 +85,7 @@ class ChatShape:
         asked: the request.
         prompt: its token ids.
         tools: the use of its tools.
-        thinking: how reasoning is separated; None: not at all.
+        reasoning: how reasoning is separated, None to leave it in the content.
         tokenizer: spells tokens.
     """
 
@@ -94,7 +95,7 @@ class ChatShape:
         asked: ChatRequest,
         prompt: Sequence[int],
         tools: ToolUse,
-        thinking: Thinking | None,
+        reasoning: ReasoningUse | None,
         tokenizer: Tokenizer,
     ) -> None:
         self.head = Head.new("chatcmpl", state)
@@ -102,7 +103,7 @@ class ChatShape:
         self._prompt = prompt
         self._scores: list[PromptScore] | UnsetType = UNSET
         self._told_prompt = False
-        self._thinking = thinking
+        self._reasoning = reasoning
         self._tools = tools
         self._tokenizer = tokenizer
         self._top = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -113,7 +114,7 @@ class ChatShape:
         parts = []
         reader = self._readers.get(choice)
         if reader is None:
-            reader = self._readers[choice] = _Reader(self._tools, self._thinking)
+            reader = self._readers[choice] = _Reader(self._tools, self._reasoning, self._tokenizer)
             parts.append(ChatChunkChoice(choice, ChatDelta(role="assistant", content="")))
         if self._asked.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             self._scores = await asyncio.to_thread(
@@ -123,7 +124,7 @@ class ChatShape:
                 self._asked.prompt_logprobs,
                 self._tokenizer,
             )
-        thought, content, calls = reader.read(delta)
+        reasoning, content, calls = reader.read(delta)
         logprobs = None
         if self._top is not None and delta.token_ids:
             by_id = bool(self._asked.return_tokens_as_token_ids)
@@ -135,7 +136,7 @@ class ChatShape:
             index=choice,
             delta=ChatDelta(
                 content=content or UNSET,
-                reasoning_content=thought or UNSET,
+                reasoning_content=reasoning or UNSET,
                 tool_calls=calls or UNSET,
             ),
             logprobs=logprobs,
@@ -144,7 +145,7 @@ class ChatShape:
             token_ids=ids,
             cairn=ChoiceExtras(list(delta.selection)) if delta.selection else UNSET,
         )
-        new = (thought, content, calls, logprobs, delta.selection, part.finish_reason)
+        new = (reasoning, content, calls, logprobs, delta.selection, part.finish_reason)
         if any(new) or (ids is not UNSET and ids):
             parts.append(part)
         return parts
@@ -157,6 +158,8 @@ class ChatShape:
         """See Shape."""
         ids = self._prompt_ids if not self._told_prompt else UNSET
         self._told_prompt = True
+        if isinstance(usage, Usage):
+            usage = self._with_reasoning(usage)
         return ChatChunk(**self.head.fields, choices=parts, usage=usage, prompt_token_ids=ids)
 
     def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> ChatResponse:
@@ -164,10 +167,19 @@ class ChatShape:
         return ChatResponse(
             **self.head.fields,
             choices=[joined(each) for each in parts],
-            usage=usage,
+            usage=self._with_reasoning(usage),
             prompt_token_ids=self._prompt_ids,
             prompt_logprobs=self._scores,
         )
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Reasoning tokens of all choices so far."""
+        return sum(reader.reasoning_tokens for reader in self._readers.values())
+
+    def _with_reasoning(self, usage: Usage) -> Usage:
+        details = ReasoningTokens(self.reasoning_tokens)
+        return msgspec.structs.replace(usage, completion_tokens_details=details)
 
     @property
     def _prompt_ids(self) -> list[int] | UnsetType:
@@ -175,18 +187,22 @@ class ChatShape:
 
 
 class _Reader:
-    """One choice while it grows: thoughts, text and calls apart.
+    """Separates the reasoning, text and tool calls of one choice as its output arrives.
 
     Attributes:
-        finish_reason: why it has ended; None while it has not.
+        finish_reason: None while the choice is being generated.
     """
 
-    def __init__(self, tools: ToolUse, thinking: Thinking | None) -> None:
-        self._thoughts: ThoughtReader | None = None
-        self._shows_thoughts = True
-        if thinking is not None:
-            self._thoughts = ThoughtReader(thinking.thought, thinking.begun)
-            self._shows_thoughts = thinking.shown
+    def __init__(
+        self, tools: ToolUse, reasoning: ReasoningUse | None, tokenizer: Tokenizer
+    ) -> None:
+        self._reasoning: ReasoningParser | None = None
+        self._counter: ReasoningCounter | None = None
+        self._shows_reasoning = True
+        if reasoning is not None:
+            self._reasoning = ReasoningParser(reasoning.markers, reasoning.opened)
+            self._counter = ReasoningCounter(reasoning.markers, reasoning.opened, tokenizer)
+            self._shows_reasoning = reasoning.shown
         self.finish_reason: FinishReason | None = None
         self._parser = ToolParser(tools.parser, tools.schemas) if tools.parser is not None else None
         self._several = tools.several
@@ -194,9 +210,16 @@ class _Reader:
         self._cut = False
         self._called = False
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Reasoning tokens so far, 0 where reasoning is not parsed."""
+        return 0 if self._counter is None else self._counter.count
+
     def read(self, delta: Delta) -> tuple[str, str, list[CallFragment]]:
-        """New thoughts, new text and new pieces of calls."""
-        thought, answer = self._apart(delta)
+        """The new reasoning, new text and new fragments of calls in a delta."""
+        if self._counter is not None:
+            self._counter.add(delta.token_ids)
+        reasoning, answer = self._split(delta)
         text: list[str] = []
         calls: list[CallFragment] = []
         for piece in self._pieces(answer, delta.finish_reason):
@@ -212,22 +235,22 @@ class _Reader:
                     calls.append(CallFragment(piece.index, more))
                 case CallEnd() if not (self._several or self._cut):
                     self.finish_reason = "tool_calls"
-                    return thought, "".join(text), calls
+                    return reasoning, "".join(text), calls
         if delta.finish_reason is not None:
             called = self._called and delta.finish_reason == "stop"
             reason = "tool_calls" if called else delta.finish_reason
             self.finish_reason = cast(FinishReason, reason)
-        return thought, "".join(text), calls
+        return reasoning, "".join(text), calls
 
-    def _apart(self, delta: Delta) -> tuple[str, str]:
-        """What a delta adds to the thoughts and to the answer."""
-        if self._thoughts is None:
+    def _split(self, delta: Delta) -> tuple[str, str]:
+        """What a delta adds to the reasoning and to the answer."""
+        if self._reasoning is None:
             return "", delta.text
-        thought, answer = self._thoughts.feed(delta.text)
+        reasoning, answer = self._reasoning.feed(delta.text)
         if delta.finish_reason is not None:
-            more = self._thoughts.close()
-            thought, answer = thought + more[0], answer + more[1]
-        return (thought if self._shows_thoughts else ""), answer
+            more = self._reasoning.close()
+            reasoning, answer = reasoning + more[0], answer + more[1]
+        return (reasoning if self._shows_reasoning else ""), answer
 
     def _pieces(self, answer: str, finish_reason: str | None) -> Sequence[Piece]:
         if self._parser is None:
@@ -243,7 +266,7 @@ class _Reader:
 def joined(parts: Sequence[ChatChunkChoice]) -> ChatChoice:
     """One choice from the parts of its stream."""
     text = "".join(part.delta.content or "" for part in parts)
-    thought = "".join(part.delta.reasoning_content or "" for part in parts)
+    reasoning = "".join(part.delta.reasoning_content or "" for part in parts)
     calls: dict[int, MadeCall] = {}
     for fragment in (call for part in parts for call in part.delta.tool_calls or ()):
         calls[fragment.index] = _extended(calls.get(fragment.index), fragment)
@@ -255,7 +278,7 @@ def joined(parts: Sequence[ChatChunkChoice]) -> ChatChoice:
         index=last.index,
         message=ChatAnswer(
             content=None if calls and not text else text,
-            reasoning_content=thought or UNSET,
+            reasoning_content=reasoning or UNSET,
             tool_calls=[calls[i] for i in sorted(calls)] or UNSET,
         ),
         logprobs=ChatLogprobs([e for entry in entries for e in entry.content]) if entries else None,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from cairn.engine.routing import BALANCES, Balance
 from cairn.errors import BadConfig
 from cairn.names import checked_keywords
-from cairn.server.thoughts import NAMES as REASONING_PARSERS
+from cairn.server.reasoning_markers import NAMES as REASONING_PARSERS
 from cairn.server.tool_calls.forms import NAMES as TOOL_PARSERS
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Separates the reasoning of a model from its answer."""
+"""Separates a model's reasoning from its answer, and counts the reasoning tokens."""
 
 from __future__ import annotations
 
@@ -8,83 +8,128 @@ from collections.abc import Mapping, Sequence
 
 from cairn.engine.grammar import rule_of
 from cairn.engine.tokenizer import Tokenizer
-from cairn.server.thoughts import Thought
+from cairn.server.reasoning_markers import ReasoningMarkers
 from cairn.server.tool_calls.base import overlap
 from cairn.types import Grammar
 
 TAIL = 16
-"""Tokens at the end of a prompt in which the opening marker of reasoning is looked for."""
+"""Number of tokens at the end of a prompt that are searched for an opening marker."""
 
 
-def is_open(thought: Thought, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether a prompt ends inside of reasoning, which the output continues."""
+def prompt_opens_reasoning(
+    markers: ReasoningMarkers, prompt: Sequence[int], tokenizer: Tokenizer
+) -> bool:
+    """Whether the prompt ends with the opening marker, so that the output begins as reasoning."""
     text = "".join(tokenizer.token_text(token) for token in prompt[-TAIL:])
-    return text.rstrip().endswith(thought.begin)
+    return text.rstrip().endswith(markers.begin)
 
 
-class ThoughtReader:
-    """Splits a growing output into the reasoning, which comes first, and the answer.
+class ReasoningParser:
+    """Splits an output that arrives in pieces into reasoning, which comes first, and answer.
 
-    However the text is split, the pieces joined are the same. Line breaks beside the markers
-    belong to the markup.
+    The result does not depend on how the output is cut into pieces. Line breaks next to a marker
+    are removed with it.
 
     Args:
-        thought: its markers.
-        begun: the prompt ends inside of reasoning.
+        markers: the markers around the reasoning.
+        opened: the prompt already contains the opening marker.
     """
 
-    def __init__(self, thought: Thought, begun: bool) -> None:
-        self._thought = thought
+    def __init__(self, markers: ReasoningMarkers, opened: bool) -> None:
+        self._markers = markers
         self._held = ""
-        self._inside = begun
+        self._inside = opened
         self._over = False
-        self._first = True
-        """Line breaks at the beginning of what follows are not shown."""
+        self._at_start = True
+        """Strip line breaks from the beginning of the next text."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """The opening marker has been seen, the closing one has not."""
+        return self._inside and not self._over
+
+    @property
+    def in_answer(self) -> bool:
+        """The reasoning has ended, or the output began without any."""
+        return self._over
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Take more text; returns what is certain by now: reasoning and answer."""
+        """Add output text. Returns the reasoning and the answer that are now certain."""
         self._held += text
         if self._over:
             return "", self._answer()
         if not self._inside:
             rest = self._held.lstrip()
-            if rest.startswith(self._thought.begin):
-                self._inside, self._held = True, rest[len(self._thought.begin) :]
-            elif self._thought.begin.startswith(rest):
+            if rest.startswith(self._markers.begin):
+                self._inside, self._held = True, rest[len(self._markers.begin) :]
+            elif self._markers.begin.startswith(rest):
                 return "", ""
             else:
-                # The answer begins at once; nothing of it was markup.
-                self._over, self._first = True, False
+                # There is no reasoning, so leading line breaks belong to the answer.
+                self._over, self._at_start = True, False
                 return "", self._answer()
-        return self._in_thought()
+        return self._reasoning()
 
     def close(self) -> tuple[str, str]:
-        """The rest, when no text follows."""
+        """End the output. Returns the remaining reasoning and answer."""
         held, self._held = self._held, ""
-        if self._inside and not self._over:
-            return held.lstrip("\n") if self._first else held, ""
-        return "", held.lstrip("\n") if self._first else held
+        if self._at_start:
+            held = held.lstrip("\n")
+        return (held, "") if self.in_reasoning else ("", held)
 
-    def _in_thought(self) -> tuple[str, str]:
-        end = self._held.find(self._thought.end)
+    def _reasoning(self) -> tuple[str, str]:
+        end = self._held.find(self._markers.end)
         if end >= 0:
-            thought = self._begun(self._held[:end].rstrip("\n"))
-            self._held = self._held[end + len(self._thought.end) :]
-            self._over = self._first = True
-            return thought, self._answer()
-        sure = self._held[: len(self._held) - overlap(self._held, self._thought.end)].rstrip("\n")
-        self._held = self._held[len(sure) :]
-        return self._begun(sure), ""
+            reasoning = self._stripped(self._held[:end].rstrip("\n"))
+            self._held = self._held[end + len(self._markers.end) :]
+            self._over = self._at_start = True
+            return reasoning, self._answer()
+        certain = len(self._held) - overlap(self._held, self._markers.end)
+        reasoning = self._held[:certain].rstrip("\n")
+        self._held = self._held[len(reasoning) :]
+        return self._stripped(reasoning), ""
 
     def _answer(self) -> str:
         held, self._held = self._held, ""
-        return self._begun(held)
+        return self._stripped(held)
 
-    def _begun(self, text: str) -> str:
-        if self._first:
+    def _stripped(self, text: str) -> str:
+        if self._at_start:
             text = text.lstrip("\n")
-            self._first = not text
+            self._at_start = not text
         return text
+
+
+class ReasoningCounter:
+    """Counts the reasoning tokens of one output, up to and including its closing marker.
+
+    It parses the text of each token by itself, because the text of an engine's delta may lag behind
+    the delta's tokens.
+
+    Args:
+        markers, opened: as in ReasoningParser.
+        tokenizer: spells the tokens.
+
+    Attributes:
+        count: reasoning tokens so far; 0 until the opening marker is complete.
+    """
+
+    def __init__(self, markers: ReasoningMarkers, opened: bool, tokenizer: Tokenizer) -> None:
+        self.count = 0
+        self._parser = ReasoningParser(markers, opened)
+        self._token_text = tokenizer.token_text
+        self._tokens = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add generated token ids."""
+        for token in tokens:
+            if self._parser.in_answer:
+                return
+            was_inside = self._parser.in_reasoning
+            self._parser.feed(self._token_text(token))
+            self._tokens += 1
+            if was_inside or self._parser.in_reasoning:
+                self.count = self._tokens
 
 
 _START = re.compile(r"\bstart\b")
@@ -92,22 +137,23 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def _rules(text: str) -> str:
-    """A grammar without its literals and the texts of its schemas."""
+    """The text of a grammar without its string literals."""
     return _STRING.sub('""', text)
 
 
-def behind_thought(
-    grammar: Grammar, thought: Thought, special: Mapping[str, int]
+def grammar_after_reasoning(
+    grammar: Grammar, markers: ReasoningMarkers, special: Mapping[str, int]
 ) -> Grammar | None:
-    """A grammar for an output that continues reasoning and then follows `grammar`.
+    """A grammar for reasoning and its closing marker, followed by an answer in `grammar`.
 
     Args:
-        grammar: of the answer.
-        thought: the markers around the reasoning.
-        special: special tokens of the tokenizer, name -> id.
+        grammar: the grammar of the answer.
+        markers: the markers around the reasoning; the opening one is part of the prompt.
+        special: the tokenizer's special tokens, name -> id.
 
     Returns:
-        None for a grammar whose first rule cannot be renamed: it begins with the output.
+        None when the start rule of `grammar` cannot be renamed. `grammar` then has to apply from
+        the first token.
     """
     if grammar.kind != "ebnf":
         answer = rule_of(grammar)
@@ -115,9 +161,14 @@ def behind_thought(
         answer = grammar.text.removeprefix("start: ")
     else:
         return None
-    if thought.end in special:
-        rule = f"thought: THOUGHT <[{special[thought.end]}]>"
+    if markers.end in special:
+        rule = f"reasoning: REASONING <[{special[markers.end]}]>"
     else:
-        rule = f"thought[lazy]: THOUGHT {json.dumps(thought.end)}"
-    lines = ("start: thought SPACE? reply", rule, r"THOUGHT: /(.|\n)*/", r"SPACE: /[ \r\n\t]+/")
+        rule = f"reasoning[lazy]: REASONING {json.dumps(markers.end)}"
+    lines = (
+        "start: reasoning SPACE? reply",
+        rule,
+        r"REASONING: /(.|\n)*/",
+        r"SPACE: /[ \r\n\t]+/",
+    )
     return Grammar("ebnf", "\n".join((*lines, f"reply: {answer}")))

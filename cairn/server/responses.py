@@ -162,6 +162,7 @@ class ResponsesShape:
         self.push = chat.push
         self.over = chat.over
         self.chunk = chat.chunk
+        self._chat = chat
         self.id = self.head.id.replace("chatcmpl-", "resp_")
         self._given = given
 
@@ -232,18 +233,17 @@ class ResponsesShape:
             tool_choice=given.tool_choice or "auto",
             tools=[msgspec.to_builtins(tool) for tool in given.tools or ()],
             top_p=given.top_p,
-            usage=None if usage is None else _usage(usage),
+            usage=None if usage is None else self._usage(usage),
         )
 
-
-def _usage(usage: Usage) -> ResponsesUsage:
-    return ResponsesUsage(
-        input_tokens=usage.prompt_tokens,
-        input_tokens_details={"cached_tokens": usage.prompt_tokens_details.cached_tokens},
-        output_tokens=usage.completion_tokens,
-        output_tokens_details={"reasoning_tokens": 0},
-        total_tokens=usage.total_tokens,
-    )
+    def _usage(self, usage: Usage) -> ResponsesUsage:
+        return ResponsesUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details={"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            output_tokens=usage.completion_tokens,
+            output_tokens_details={"reasoning_tokens": self._chat.reasoning_tokens},
+            total_tokens=usage.total_tokens,
+        )
 
 
 async def _events(

@@ -403,6 +403,7 @@ def test_usage(api):
         "completion_tokens": 2 * len(WORDS),
         "total_tokens": prompt + 2 * len(WORDS),
         "prompt_tokens_details": {"cached_tokens": prompt // 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

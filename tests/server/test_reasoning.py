@@ -1,4 +1,4 @@
-"""What a model thinks is told apart from what it answers, whole and in streams."""
+"""Reasoning is separated from the answer and counted, in whole responses and in streams."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from cairn.engine.grammar import GrammarCompiler, Vocabulary, unpack
 from cairn.engine.tokenizer import Tokenizer
-from cairn.server.reasoning import ThoughtReader, behind_thought
-from cairn.server.thoughts import THINK, choose_thought
+from cairn.server.reasoning import ReasoningParser, grammar_after_reasoning
+from cairn.server.reasoning_markers import THINK, choose_markers
 from cairn.types import Grammar
 from tests.server.conftest import model_with_template
 from tests.server.fake_api import FakeApi, chat_body
@@ -32,18 +32,18 @@ def tokenizers(tmp_path_factory):
 
 @pytest.fixture
 def thinks(tokenizers):
-    """A model whose prompt ends in the opening sign."""
+    """An API whose chat template opens the reasoning."""
     return FakeApi(tokenizers["open"])
 
 
-def split(text, begun):
-    reader = ThoughtReader(THINK, begun)
+def split(text, opened):
+    reader = ReasoningParser(THINK, opened)
     parts = [reader.feed(piece) for piece in text] + [reader.close()]
     return tuple("".join(each) for each in zip(*parts, strict=True))
 
 
 @pytest.mark.parametrize(
-    "text, begun, expected",
+    "text, opened, expected",
     [
         ("<think>\nHm.\n\nSo\n</think>\n\nYes.\n", False, ("Hm.\n\nSo", "Yes.\n")),
         ("\nHm.\n</think>\n\nYes.", True, ("Hm.", "Yes.")),
@@ -56,23 +56,23 @@ def split(text, begun):
         ("", False, ("", "")),
     ],
 )
-def test_every_split(text, begun, expected):
-    assert split([text], begun) == expected
-    assert split(list(text), begun) == expected
+def test_result_does_not_depend_on_how_the_text_is_split(text, opened, expected):
+    assert split([text], opened) == expected
+    assert split(list(text), opened) == expected
     for i in range(len(text)):
-        assert split([text[:i], text[i:]], begun) == expected
+        assert split([text[:i], text[i:]], opened) == expected
 
 
-def test_the_template_shows_whether_a_model_thinks():
-    assert choose_thought("auto", "{{ '</think>' }}") == THINK
-    assert choose_thought("auto", "a [THINK] b [/THINK]").begin == "[THINK]"
+def test_markers_are_detected_in_the_chat_template():
+    assert choose_markers("auto", "{{ '</think>' }}") == THINK
+    assert choose_markers("auto", "a [THINK] b [/THINK]").begin == "[THINK]"
     for name, template in (("auto", "{{ x }}"), ("auto", None), ("none", "</think>")):
-        assert choose_thought(name, template) is None
+        assert choose_markers(name, template) is None
     for name in ("think", "qwen3", "deepseek_r1", "deepseek-r1"):
-        assert choose_thought(name, None) == THINK
+        assert choose_markers(name, None) == THINK
 
 
-def test_thoughts_and_calls(tokenizers):
+def test_reasoning_and_tool_calls(tokenizers):
     for name, text in (("closed", "<think>Hm.</think>\n\nSo: "), ("open", "Hm.\n</think>So: ")):
         api = FakeApi(tokenizers[name])
         api.reply_with(text + call())
@@ -89,6 +89,30 @@ def test_thoughts_and_calls(tokenizers):
         assert any("tool_calls" in delta for delta in deltas)
 
 
+def test_reasoning_tokens_are_counted(tokenizers):
+    """A token is a byte. The markers count, an answer without reasoning counts 0."""
+    thinking, closed = FakeApi(tokenizers["open"]), FakeApi(tokenizers["closed"])
+    cases = [
+        (thinking, "Hm.</think>Yes.", len("Hm.</think>")),
+        (thinking, "Hm", len("Hm")),
+        (closed, "<think>Hm.</think>Yes.", len("<think>Hm.</think>")),
+        (closed, "Yes.", 0),
+        (closed, "<thin", 0),
+    ]
+    for api, text, count in cases:
+        api.reply_with(text)
+        usage = api.chat(n=2)["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 2 * count}, text
+        hidden = api.chat(include_reasoning=False)["usage"]
+        assert hidden["completion_tokens_details"] == {"reasoning_tokens": count}, text
+        body = chat_body(stream_options={"include_usage": True})
+        assert api.events(PATH, body)[-1]["usage"]["completion_tokens_details"] == {
+            "reasoning_tokens": count
+        }
+        response = api.answer("/v1/responses", {"input": "hi"})
+        assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
+
+
 def test_reasoning_switches(thinks):
     thinks.reply_with("Hm.</think>Yes.")
     message = thinks.chat(separate_reasoning=False)["choices"][0]["message"]
@@ -100,13 +124,13 @@ def test_reasoning_switches(thinks):
     assert off.chat()["choices"][0]["message"]["content"] == "Hm.</think>Yes."
 
 
-def test_a_call_in_a_thought_is_none(thinks):
+def test_a_tool_call_inside_reasoning_is_text(thinks):
     thinks.reply_with(f"{call()}</think>No.")
     message = thinks.chat(tools=[TOOL])["choices"][0]["message"]
     assert message["reasoning_content"] == call() and "tool_calls" not in message
 
 
-def test_a_model_without_thoughts_has_no_field(api):
+def test_no_reasoning_content_without_markers_in_the_template(api):
     api.reply_with("<think>Hm.</think>")
     message = api.chat()["choices"][0]["message"]
     assert message["content"] == "<think>Hm.</think>" and "reasoning_content" not in message
@@ -135,21 +159,21 @@ def takes(compiler, grammar, tokens):
         Grammar("ebnf", 'start: a\na: %json {"const": 7, "title": "start"}'),
     ],
 )
-def test_an_answer_follows_its_grammar_behind_the_thought(compiler, grammar):
-    behind = behind_thought(grammar, THINK, {})
-    assert takes(compiler, behind, b"Hm, 8?\n</think>\n\n7")
+def test_grammar_applies_after_reasoning(compiler, grammar):
+    delayed = grammar_after_reasoning(grammar, THINK, {})
+    assert takes(compiler, delayed, b"Hm, 8?\n</think>\n\n7")
     for text in (b"7", b"Hm.</think>8", b"Hm.</think>7</think>"):
-        assert not takes(compiler, behind, text)
-    special = behind_thought(grammar, THINK, {"</think>": 256})
+        assert not takes(compiler, delayed, text)
+    special = grammar_after_reasoning(grammar, THINK, {"</think>": 256})
     assert takes(compiler, special, (*b"Hm", 256, *b"\n7"))
     assert not takes(compiler, special, b"Hm</think>7")
 
 
-def test_a_grammar_that_cannot_be_moved():
-    assert behind_thought(Grammar("ebnf", 'root ::= "7"'), THINK, {}) is None
+def test_grammar_whose_start_rule_cannot_be_renamed():
+    assert grammar_after_reasoning(Grammar("ebnf", 'root ::= "7"'), THINK, {}) is None
 
 
-def test_formats_wait_for_the_thought(thinks):
+def test_response_format_applies_after_reasoning(thinks):
     thinks.reply_with('Hm.</think>{"a": 1}')
     form = {"type": "json_object"}
     message = thinks.chat(response_format=form)["choices"][0]["message"]
@@ -160,7 +184,7 @@ def test_formats_wait_for_the_thought(thinks):
     assert message["content"] == "7" and "reasoning_content" not in message
 
 
-def test_signs_that_are_special_tokens_are_shown(thinks):
+def test_markers_that_are_special_tokens_are_kept_in_the_text(thinks):
     thinks.chat()
     assert thinks.asked.params.skip_special_tokens
     thinks.state.tokenizer.special_names["</think>"] = 300

@@ -166,7 +166,7 @@ def test_fields_without_effect_are_accepted(tool_api):
     assert prompt(tool_api) == plain
 
 
-def test_thoughts_are_an_item_of_their_own(tool_api):
+def test_reasoning_is_an_output_item(tool_api):
     tool_api.state.options = ServerOptions(reasoning_parser="think")
     tool_api.reply_with(f"<think>Hm.</think>Yes. {CALL}")
     answer = create(tool_api, tools=[TOOL])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.server.protocol.fields import (
     MAX_TOKENS,
@@ -223,13 +223,28 @@ class CachedTokens(Struct, frozen=True):
     cached_tokens: int
 
 
+class ReasoningTokens(Struct, frozen=True):
+    """Output tokens by kind.
+
+    Attributes:
+        reasoning_tokens: tokens of the reasoning and its markers, whether or not it is returned.
+    """
+
+    reasoning_tokens: int
+
+
 class Usage(Struct, frozen=True):
-    """Tokens of a request. Tokens of a prompt count once, whatever `n` is."""
+    """Token counts of a request. Prompt tokens count once, whatever `n` is.
+
+    Attributes:
+        completion_tokens_details: absent in answers of /v1/completions.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
 
 
 class ChoiceExtras(Struct, frozen=True):
