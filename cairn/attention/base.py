@@ -51,14 +51,14 @@ class StepPlan:
         batch: the step.
         cuts: how its slots are cut into parts.
         rows: its rows as known on the host; None inside a graph.
-        stretches: the same for ops, see `StepRows`.
+        segments: the same for ops, see `StepRows`.
         reads: what the watched queries read, one entry a layer that selects.
     """
 
     batch: Batch
     cuts: Cuts
     rows: StepRows | None
-    stretches: list[int] | None = None
+    segments: list[int] | None = None
     reads: list[LayerReads] = field(default_factory=list)
 
     def attend(
@@ -66,7 +66,7 @@ class StepPlan:
     ) -> Tensor:
         """See `attend_in_parts`."""
         return attend_in_parts(
-            self.batch, self.cuts, self.stretches, attend, tiled=tiled, by_fronts=by_fronts
+            self.batch, self.cuts, self.segments, attend, tiled=tiled, by_fronts=by_fronts
         )
 
 
@@ -99,8 +99,8 @@ class AttentionBackend(ABC):
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> StepPlan:
         """Compute the metadata that `run` needs, without a device synchronisation."""
-        stretches = None if rows is None else rows.stretches
-        return StepPlan(batch, cuts, rows, stretches)
+        segments = None if rows is None else rows.segments
+        return StepPlan(batch, cuts, rows, segments)
 
     @abstractmethod
     def run(self, layer: int, inputs: Any, plan: Any) -> Tensor:

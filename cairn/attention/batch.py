@@ -90,7 +90,7 @@ class StepRows:
     drafts: Ints | None = None
 
     @functools.cached_property
-    def stretches(self) -> list[int]:
+    def segments(self) -> list[int]:
         """Row, first slot and number of slots of each row, one after the other."""
         joined = np.stack((self.row, self.first, self.count), axis=1)
         return [int(n) for n in joined.ravel()]

@@ -115,12 +115,12 @@ class CompressedBackend(AttentionBackend):
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> CompressedPlan:
         """Compute the cells of windows, and the entries that are seen and written."""
-        stretches = None if rows is None else rows.stretches
+        segments = None if rows is None else rows.segments
         return CompressedPlan(
             batch=batch,
             cuts=cuts,
             rows=rows,
-            stretches=stretches,
+            segments=segments,
             windows={window: self._window(batch, window) for window in self._windows},
             entries={rate: self._entries(batch, rate) for rate in self._rates},
         )

@@ -24,7 +24,7 @@ CHUNK = 16
 ALONE = (16, 64, 256)
 """Numbers of first slots of a step that may be attended one by one, besides multiples of the
 last."""
-LEAST_EARLY = 256
+MIN_EARLY = 256
 """With fewer slots in the first front than this, they are attended together with the other
 slots."""
 ROUND = 16
@@ -127,7 +127,7 @@ class Cutter:
         for number, limit in enumerate(self.limits):
             late = rows.slot[begin:] >= limit.slots
             count = int(late.argmax()) // ROUND * ROUND if late.any() else len(late)
-            if count == len(late) > 0 or (number == 0 and count >= LEAST_EARLY):
+            if count == len(late) > 0 or (number == 0 and count >= MIN_EARLY):
                 found.append(Front(count, limit.pages))
                 begin += count
         return tuple(found)
@@ -143,7 +143,7 @@ class Cutter:
         row: list[Front] = []
         for number, limit in enumerate(self.limits):
             count = min(slots, (limit.slots - past) // ROUND * ROUND)
-            if 0 < count == slots or (number == 0 and count >= LEAST_EARLY):
+            if 0 < count == slots or (number == 0 and count >= MIN_EARLY):
                 row.append(Front(count, limit.pages))
                 slots, past = slots - count, past + count
         return sorted({*found, tuple(row)})
@@ -169,7 +169,7 @@ class Part:
     Attributes:
         at: their indices; None: all.
         row, slot: [n] of these.
-        stretches: see `StepRows`; None: not known on the host.
+        segments: see `StepRows`; None: not known on the host.
         chunked: see `Cuts`.
         pages: the slots are within this many first pages of their rows; None: anywhere.
     """
@@ -177,7 +177,7 @@ class Part:
     at: slice | None
     row: Tensor
     slot: Tensor
-    stretches: list[int] | None
+    segments: list[int] | None
     chunked: bool
     pages: int | None
 
@@ -189,7 +189,7 @@ class Part:
 def attend_in_parts(
     batch: Batch,
     cuts: Cuts,
-    stretches: list[int] | None,
+    segments: list[int] | None,
     attend: Callable[[Part], Tensor],
     *,
     tiled: bool,
@@ -208,21 +208,21 @@ def attend_in_parts(
     if not tiled or len(pieces) == 1 or batch.watch is not None:
         whole = [front.pages for front in fronts if front.slots == total]
         pages = whole[0] if whole else None
-        return attend(Part(None, batch.row, batch.slot, stretches, cuts.chunked, pages))
+        return attend(Part(None, batch.row, batch.slot, segments, cuts.chunked, pages))
     pages_at = {start: front.pages for start, front in zip(starts, fronts, strict=False)}
     done = []
     for at in pieces:
-        own = None if stretches is None else _stretches_in(stretches, at)
+        own = None if segments is None else _segments_in(segments, at)
         chunked = cuts.chunked and at.start >= cuts.alone
         part = Part(at, batch.row[at], batch.slot[at], own, chunked, pages_at.get(at.start))
         done.append(attend(part))
     return torch.cat(done)
 
 
-def _stretches_in(stretches: list[int], at: slice) -> list[int]:
+def _segments_in(segments: list[int], at: slice) -> list[int]:
     """Those of the slots `at` of a step."""
     found, begin = [], 0
-    for row, first, count in zip(*(iter(stretches),) * 3, strict=True):
+    for row, first, count in zip(*(iter(segments),) * 3, strict=True):
         low, high = max(begin, at.start), min(begin + count, at.stop)
         if low < high:
             found += [row, first + low - begin, high - low]

@@ -50,13 +50,13 @@ class DenseBackend(GqaBackend):
                 page_table,
                 scale=spec.scale,
                 mask_landmarks=spec.mask_landmarks,
-                stretches=part.stretches,
+                segments=part.segments,
                 chunked=part.chunked,
             )
             return without_first(o, lse, part.slot >= 0) if spec.draft_width else o
 
-        chunked, stretches = plan.cuts.chunked, plan.stretches
-        tiled = advice.dense_in_tiles(q, spec.num_kv_heads, chunked, stretches)
+        chunked, segments = plan.cuts.chunked, plan.segments
+        tiled = advice.dense_in_tiles(q, spec.num_kv_heads, chunked, segments)
         return plan.attend(attend, tiled=tiled)
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:

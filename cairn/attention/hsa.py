@@ -82,7 +82,7 @@ class HsaBackend(GqaBackend):
 
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> HsaPlan:
         """See the base."""
-        plan = HsaPlan(batch, cuts, rows, None if rows is None else rows.stretches)
+        plan = HsaPlan(batch, cuts, rows, None if rows is None else rows.segments)
         frames = self.pools.frames
         if frames is not None:
             first, groups = frames.layers[0], self.pools.schema.group_of

@@ -33,7 +33,7 @@ from cairn.cache.schema import LayerSchema, PageFormat
 from cairn.specs.backends import MLA
 from cairn.specs.mla import MlaSpec
 
-MOST_BESIDE = 1024
+MAX_BESIDE = 1024
 """Tokens of a step whose indexer may run on a second stream: with more, the indexer fills the
 device by itself."""
 
@@ -173,7 +173,7 @@ class MlaBackend(AttentionBackend):
 def _beside(spec: MlaSpec, q: Tensor, plan: MlaPlan) -> bool:
     """Whether the indexer runs on a second stream: of decode steps, inside a graph."""
     wanted = spec.indexer is not None and spec.indexer.second_stream
-    if not wanted or plan.cuts.chunked or len(q) > MOST_BESIDE or not q.is_cuda:
+    if not wanted or plan.cuts.chunked or len(q) > MAX_BESIDE or not q.is_cuda:
         return False
     return torch.cuda.is_current_stream_capturing()
 

@@ -15,7 +15,7 @@ SCALED = 128
 TILE = 16
 """Tokens and elements of a tile of the preshuffled layout."""
 LAYOUTS = (LINEAR, PRESHUFFLED)
-LEAST_ROTATED, MOST_ROTATED = 16, 256
+MIN_ROTATED, MAX_ROTATED = 16, 256
 """Bounds of the dimension of keys that are rotated, a power of two."""
 
 
@@ -94,5 +94,5 @@ class IndexFormat:
                 f"index keys have the layout {entry.layout!r}", f"Known: {', '.join(LAYOUTS)}"
             )
         quantized, power = entry.dtype == BYTES, dim & (dim - 1) == 0
-        rotated = quantized and power and LEAST_ROTATED <= dim <= MOST_ROTATED
+        rotated = quantized and power and MIN_ROTATED <= dim <= MAX_ROTATED
         return cls(quantized, entry.layout == PRESHUFFLED, rotated)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 SPARED_CORES = 2
 FEWEST_OPS = 4
 """With fewer ops, starting processes takes longer than compiling in this one."""
-MOST_SIZES = 64
+MAX_SIZES = 64
 """Of one op."""
 PATIENCE = 75.0
 """Seconds after which remaining kernels are left to be compiled when they are measured."""
@@ -62,7 +62,7 @@ def _set_up_compilers() -> None:
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1
-    torch._dynamo.config.recompile_limit = MOST_SIZES
+    torch._dynamo.config.recompile_limit = MAX_SIZES
 
 
 def _run_sizes(name: str, device: str, dtype: torch.dtype, sizes: str) -> None:

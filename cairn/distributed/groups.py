@@ -11,7 +11,7 @@ from torch import Tensor
 from cairn.errors import InvariantError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST_AXES = 4
+MAX_AXES = 4
 """Most dimensions of a tensor that `Group.of_rank` broadcasts."""
 Norm = tuple[Tensor, float] | None
 """Weight and eps of an rmsnorm."""
@@ -146,7 +146,7 @@ class Group:
     def of_rank(self, x: Tensor | None, rank: int, device: torch.device) -> Tensor:
         """Broadcast x from a rank; the others pass None and need not know its shape and dtype."""
         about = [] if x is None else [DTYPES.index(x.dtype), *x.shape]
-        head = torch.tensor([*about, *[-1] * (MOST_AXES + 1 - len(about))], device=device)
+        head = torch.tensor([*about, *[-1] * (MAX_AXES + 1 - len(about))], device=device)
         self.backend.broadcast(head, rank).wait()
         if x is None:
             number, *shape = (size for size in head.tolist() if size >= 0)

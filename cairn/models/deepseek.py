@@ -20,7 +20,7 @@ from cairn.specs.model import DraftNames, DraftSpec, LayerSpec, ModelSpec, NormS
 
 LATENT_EPS = 1e-6
 """Eps of the norms of latents and of index keys; rms_norm_eps does not apply to them."""
-MOST_SELECTED = 4096
+MAX_SELECTED = 4096
 """Most tokens of a selection."""
 FULL, SHARED = "full", "shared"
 SELECTIONS = {FULL: FULL, SHARED: SHARED}
@@ -172,9 +172,9 @@ def _mixers(f: ConfigFields, own: _Family, max_positions: int) -> tuple[MlaSpec,
             f"Write at least {rope}",
         )
     topk = f.integer("index_topk", 2048)
-    if topk > MOST_SELECTED:
+    if topk > MAX_SELECTED:
         raise refuse(
-            "index_topk", topk, "too many for a selection", f"Write at most {MOST_SELECTED}"
+            "index_topk", topk, "too many for a selection", f"Write at most {MAX_SELECTED}"
         )
     index_interleaved = f.flag("indexer_rope_interleave", own.index_interleave)
     common: dict[str, Any] = {

@@ -36,7 +36,7 @@ SLIDING, SPARSE, HEAVY = (
 KINDS = (SLIDING, SPARSE, HEAVY)
 RATES = {SPARSE: 4, HEAVY: 128}
 HASHED, ROUTED = "hash_moe", "moe"
-MOST_SELECTED = 4096
+MAX_SELECTED = 4096
 """Most entries of a selection."""
 BLOCK_NAMES = BlockNames("attn", "ffn", "attn_norm", "ffn_norm")
 EXPERT_NAMES = FfnNames("w1", "w3", "w2")
@@ -176,9 +176,9 @@ def _selection(f: ConfigFields, rope: int) -> dict[str, int]:
             f"its last {rope} dimensions (qk_rope_head_dim) are rotated",
             f"Write at least {rope}",
         )
-    if topk > MOST_SELECTED:
+    if topk > MAX_SELECTED:
         raise refuse(
-            "index_topk", topk, "too many for a selection", f"Write at most {MOST_SELECTED}"
+            "index_topk", topk, "too many for a selection", f"Write at most {MAX_SELECTED}"
         )
     return {"index_heads": f.integer("index_n_heads", 64), "index_dim": dim, "topk": topk}
 

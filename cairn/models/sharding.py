@@ -21,7 +21,7 @@ from cairn.layers.linear import ExpertLinear, Linear
 from cairn.layers.weight import Index, Weight
 from cairn.specs.model import LayerSpec, ModelSpec
 
-MOST_RANKS = 64
+MAX_RANKS = 64
 """Largest number of ranks that an error message suggests."""
 
 
@@ -36,7 +36,7 @@ def local(spec: ModelSpec, ranks: int) -> ModelSpec:
     try:
         return _divided(spec, ranks)
     except BadConfig as error:
-        fitting = [n for n in range(1, MOST_RANKS + 1) if _divides(spec, n)]
+        fitting = [n for n in range(1, MAX_RANKS + 1) if _divides(spec, n)]
         raise BadConfig(
             f"tensor_parallel_size is {ranks}, but {error}",
             f"Use one of {', '.join(map(str, fitting))}",

@@ -222,7 +222,7 @@ class PagedStep:
         return 2 * self.layer.kv_heads * self.layer.head_dim * self.q.element_size()
 
     @property
-    def stretches(self) -> list[int]:
+    def segments(self) -> list[int]:
         """Row, first slot and number of every sequence's tokens, as the host knows them."""
         tokens, first = self.step.tokens, self.step.context - self.step.tokens
         return [n for row in range(self.step.batch) for n in (row, first, tokens)]

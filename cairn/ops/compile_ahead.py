@@ -27,7 +27,7 @@ from cairn.ops.compile_processes import Compilers, Kernel
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = 32
+MAX_WORKERS = 32
 """Kernels that are compiled at the same time."""
 FEWEST_PROCESSES = 4
 """With fewer workers threads compile: a process of its own needs seconds to import the kernels."""
@@ -111,8 +111,8 @@ def compile_ahead(
     """
     if note is not None and note.exists():
         return
-    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
-    mode = gpu.compiling_beside()
+    workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS) if workers is None else workers
+    mode = gpu.async_compile_mode()
     if mode is None or workers < 2 or gpu.watch.observer is not None:
         return
     began = time.perf_counter()

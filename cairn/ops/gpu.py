@@ -44,16 +44,16 @@ DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 WRITES_PTX = AVAILABLE and not INTERPRETED and torch.version.hip is None
 """Whether kernels can hold instructions of NVIDIA's assembler."""
-BLOCKS_BYTES = 164 << 10
+TMA_SHARED_BYTES = 164 << 10
 """Shared memory of a program with the most TMA copies in flight: two pairs of key and value tiles
 of 128 slots."""
 H100_RATE = 3.35e12
-"""Bandwidth of its memory, bytes a second."""
-MOST_PROGRAMS = (1 << 16) - 1
-"""Largest size of a grid along its second and its third axis."""
+"""Memory bandwidth of an H100, bytes per second."""
+MAX_GRID_YZ = (1 << 16) - 1
+"""Largest size of a grid along its second and third axis."""
 STREAM = object()
 """Placeholder for the stream in the arguments that `relaunch` returns."""
-ONE_SUM = {"enable_fp_fusion": False}
+NO_FP_FUSION = {"enable_fp_fusion": False}
 """Launch option of kernels in which several threads compute the same sum of products. With FMA each
 thread would fuse another product into its first addition, unrounded: the copies of the sum would
 differ in the last bit, and which of them is stored is undefined."""
@@ -110,7 +110,7 @@ class _Triton:
             return functools.partial(_Triton.jit, early=early, **options)
         if not AVAILABLE:
             return function
-        return _watched(_module.jit(function, **options), early)
+        return _observed(_module.jit(function, **options), early)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_module, name)
@@ -137,7 +137,7 @@ class _Gluon:
         """As Gluon's `jit`, the rest as of `triton.jit`. Without Gluon it has no effect."""
         if function is None:
             return functools.partial(_Gluon.jit, early=early, **options)
-        return function if _gluon is None else _watched(_gluon.jit(function, **options), early)
+        return function if _gluon is None else _observed(_gluon.jit(function, **options), early)
 
     @staticmethod
     def also(function: Any) -> Any:
@@ -148,7 +148,7 @@ class _Gluon:
 gluon = _Gluon()
 
 
-def _watched(kernel: Any, early: tuple[str, ...] | None) -> Any:
+def _observed(kernel: Any, early: tuple[str, ...] | None) -> Any:
     kernel.run = functools.partial(_run, kernel)
     kernel.early = early
     return kernel
@@ -179,7 +179,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """Memory for kernels, not written."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if watch.observer is not None:
-        watch.observer.took(tensor, taking(tensor.shape, tensor.stride(), dtype, device), True)
+        watch.observer.took(tensor, allocator(tensor.shape, tensor.stride(), dtype, device), True)
     return tensor
 
 
@@ -192,7 +192,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return tensor
 
 
-def taking(
+def allocator(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
     """What takes memory as `empty` does, on the current device: of the ways to get it, the one
@@ -225,7 +225,7 @@ def relaunch(
     return run.launch, (*where, *options, *rest)
 
 
-def compiling_beside() -> Any:
+def async_compile_mode() -> Any:
     """Triton's AsyncCompileMode, in which the threads of an executor compile kernels and `warmup`
     returns a handle with a `future`; None if this Triton has none."""
     return getattr(_module, "AsyncCompileMode", None)
@@ -249,8 +249,8 @@ def loaded(compiled: Any) -> Any:
     return compiled
 
 
-def hooked() -> bool:
-    """Whether launch hooks are set, as profilers do."""
+def has_launch_hooks() -> bool:
+    """Whether Triton's launch hooks are set, as profilers do."""
     runtime = _module.knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -284,35 +284,38 @@ def supports_tma(device: torch.device) -> bool:
     if device.type != "cuda":
         return INTERPRETED
     able = torch.version.hip is None and _capability(device.index) >= (9, 0)
-    return able and _shared_memory(device.index) >= BLOCKS_BYTES
+    return able and _shared_memory(device.index) >= TMA_SHARED_BYTES
 
 
-def blocks(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]) -> Any:
-    """A TMA tensor descriptor of memory that begins at `base`, as a kernel's argument."""
+def tensor_descriptor(
+    base: Tensor, shape: Sequence[int], strides: Sequence[int], block: Sequence[int]
+) -> Any:
+    """A TMA tensor descriptor of memory at `base`, as an argument of Triton kernels."""
     tools = importlib.import_module("triton.tools.tensor_descriptor")
     return tools.TensorDescriptor(base, list(shape), list(strides), list(block))
 
 
-def is_table(argument: Any) -> bool:
-    """Whether a kernel's argument is a tensor descriptor, of `blocks` or `tiles`."""
+def is_descriptor(argument: Any) -> bool:
+    """Whether a kernel's argument is a TMA tensor descriptor, of Triton or of Gluon."""
     return type(argument).__name__ == "TensorDescriptor"
 
 
-def tiles(table: Any, block: Sequence[int]) -> Any:
-    """The tensor descriptor of `blocks` for kernels in Gluon: blocks are in the swizzled layout in
-    which wgmma reads shared memory."""
+def gluon_descriptor(descriptor: Any, block: Sequence[int]) -> Any:
+    """A descriptor of `tensor_descriptor` as an argument of Gluon kernels. Blocks arrive in shared
+    memory in the swizzled layout that wgmma reads."""
     tools = importlib.import_module("triton.experimental.gluon.nvidia.hopper")
-    layout = gl.NVMMASharedLayout(128, 8 * table.base.element_size(), len(block))
-    return tools.TensorDescriptor(table.base, table.shape, table.strides, list(block), layout)
+    layout = gl.NVMMASharedLayout(128, 8 * descriptor.base.element_size(), len(block))
+    fields = descriptor.base, descriptor.shape, descriptor.strides
+    return tools.TensorDescriptor(*fields, list(block), layout)
 
 
-def taken(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that a kernel has a parameter for, by name."""
+def select_arguments(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, by name, that a kernel has parameters for."""
     return {name: arguments[name] for name in kernel.arg_names if name in arguments}
 
 
 def next_power_of_2(number: int) -> int:
-    """Smallest power of two >= number, for number >= 1."""
+    """Smallest power of two >= number; number >= 1."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -342,26 +345,26 @@ def supports_wgmma(device: torch.device) -> bool:
     )
 
 
-def knows_e4m3(device: torch.device) -> bool:
+def supports_e4m3(device: torch.device) -> bool:
     """Whether a device has instructions that convert to float8 e4m3."""
     return (
         device.type == "cuda" and torch.version.hip is None and _capability(device.index) >= (8, 9)
     )
 
 
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for the interpreter."""
-    return _processors(device.index) if device.type == "cuda" else 1
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors (SMs) of a device; 1 for the interpreter."""
+    return _sm_count(device.index) if device.type == "cuda" else 1
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bandwidth of a device's memory in bytes a second, from its clock and bus width; an H100's if
-    that is not known."""
+    """Memory bandwidth of a device in bytes per second, from its clock and bus width; that of an
+    H100 if they are not known."""
     return _memory_rate(device.index) if device.type == "cuda" else H100_RATE
 
 
-def program_memory(device: torch.device) -> int:
-    """Most bytes of shared memory of a program; no limit for the interpreter."""
+def max_shared_memory(device: torch.device) -> int:
+    """Most bytes of shared memory that a program can use; no limit for the interpreter."""
     return _shared_memory(device.index) if device.type == "cuda" else 1 << 62
 
 
@@ -394,5 +397,5 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _processors(index: int) -> int:
+def _sm_count(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

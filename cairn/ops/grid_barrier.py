@@ -20,7 +20,7 @@ APART = 8
 serialized."""
 KEPT = 1 << 20
 """Counters of a block of memory that captured graphs take their own, permanent parts of."""
-MOST_KEPT = 8
+MAX_KEPT = 8
 """Such blocks of a device."""
 _FIRST = 1 << 12
 """Counters that the launches of a stream share at first."""
@@ -74,7 +74,7 @@ class _Store:
     counters. Graphs may run concurrently with each other and with streams, so each has its own.
     """
 
-    def __init__(self, most_kept: int = MOST_KEPT) -> None:
+    def __init__(self, most_kept: int = MAX_KEPT) -> None:
         """most_kept: blocks for graphs; when they are used up, captured launches clear counters."""
         self._most_kept = most_kept
         self._lock = threading.Lock()

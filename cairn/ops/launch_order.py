@@ -234,7 +234,7 @@ class _Walk:
             return self._groups(node)
         if name in ("await_previous", "launch_next"):
             self._order(name, args)
-        elif name == "ask_for":
+        elif name == "prefetch_l2":
             pass  # A prefetch: nothing depends on what it finds.
         elif jitted:
             return _call(function, args, named, self._state)
@@ -314,7 +314,7 @@ class _Order:
 
 def _extents(value: Any) -> Iterator[tuple[int, int]]:
     """First address of a tensor's, or a table's, memory and the one behind its last."""
-    tensor = getattr(value, "base", value) if gpu.is_table(value) else value
+    tensor = getattr(value, "base", value) if gpu.is_descriptor(value) else value
     if isinstance(tensor, Tensor) and tensor.numel():
         sides = zip(tensor.shape, tensor.stride(), strict=True)
         last = sum((size - 1) * step for size, step in sides)

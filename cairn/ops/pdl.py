@@ -27,10 +27,10 @@ import torch
 from cairn.ops import gpu
 from cairn.ops.gpu import tl, triton
 
-MOST_ROWS, MOST_WARPS = 512, 8192
+MAX_ROWS, MAX_WARPS = 512, 8192
 """Most rows (or tokens) and warps of a kernel that is launched with PDL. A large device runs this
 many warps at once; with more work the launch cost does not matter. Both variants are compiled:
-warm-up runs steps with more than MOST_ROWS tokens too."""
+warm-up runs steps with more than MAX_ROWS tokens too."""
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def await_previous(PDL: tl.constexpr, NEXT: tl.constexpr = True):
 
 
 @triton.jit
-def ask_for(at):
+def prefetch_l2(at):
     """Prefetch the cache lines of the addresses `at` into L2, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, is_pure=False, pack=1
@@ -61,7 +61,7 @@ def ask_for(at):
 
 def uses_pdl(device: torch.device, rows: int, warps: int) -> bool:
     """Whether a kernel with this many rows, and warps for each row, is launched with PDL."""
-    few = rows <= MOST_ROWS and rows * warps <= MOST_WARPS
+    few = rows <= MAX_ROWS and rows * warps <= MAX_WARPS
     return few and gpu.supports_pdl(device)
 
 

@@ -97,7 +97,7 @@ class Paged:
         page = self.page_table.long()[row, slot // self.page_size]
         return row, slot, page * self.page_size + slot % self.page_size
 
-    def stretches(self, counts: Sequence[int]) -> list[int]:
+    def segments(self, counts: Sequence[int]) -> list[int]:
         """Row, first slot and number of the queries of every row that has any."""
         rows = enumerate(zip(self.lengths, counts, strict=True))
         found = [(row, length - count, count) for row, (length, count) in rows if count]

@@ -28,7 +28,7 @@ def clear(tile, first):
 
 
 @gluon.jit
-def unknown_zero(count):
+def opaque_zero(count):
     """0, computed from a loop's counter so that the compiler does not know it.
 
     Added to the index of a tile, it keeps the tile's address inside the loop. Hoisted out of it,
@@ -66,7 +66,7 @@ def scaled(acc, scale):
 
 
 @gluon.jit
-def tell(signal):
+def arrive(signal):
     """Arrive at a barrier once all threads of the warp group are here."""
     gl.thread_barrier()
     hopper.mbarrier.arrive(signal)
@@ -76,5 +76,5 @@ def tell(signal):
 def summed(acc, free):
     """acc after its products are done; `free` is told that their tile may be overwritten."""
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-    tell(free)
+    arrive(free)
     return acc

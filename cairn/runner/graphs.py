@@ -46,7 +46,7 @@ ROW_LINES = 4
 """Leading lines of a graph's input: the rows, the number of tokens that each has run, and changed
 cells of the page tables with their new pages. They are followed by the given tokens of the entries,
 the number of guesses wanted after each, and the sampling parameters."""
-MOST_GUESSING = 512
+MAX_GUESSING = 512
 """Slots of the largest graph of steps with guesses: larger steps keep a GPU busy for longer than
 the host needs to launch them."""
 NO_NUMBERS: Ints = np.zeros(0, dtype=np.int64)
@@ -197,7 +197,7 @@ class DecodeGraphs:
         self.model = model
         self.place = place
         self._decoding = buckets_up_to(2 * max_rows)
-        guessing = min(MOST_GUESSING, (drafts + 2) * max_rows) if drafts else 0
+        guessing = min(MAX_GUESSING, (drafts + 2) * max_rows) if drafts else 0
         self.buckets = buckets_up_to(max(2 * max_rows, guessing))
         self._drafts, self._head = drafts, head
         device = place.rows.device

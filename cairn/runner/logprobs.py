@@ -16,10 +16,10 @@ from cairn.types import Alternatives, LogprobColumns
 
 BLOCK_BYTES = 128 << 20
 """Most bytes (float32) of logits that are processed at once."""
-LEAST_CHOSEN, MOST_CHOSEN = 32, 4096
+MIN_CHOSEN, MAX_CHOSEN = 32, 4096
 """Lower bound of the number of alternatives that are selected, because kernels are compiled per
 number; above the upper bound the whole vocabulary is sorted."""
-MOST_OF_GRAPHS = LEAST_CHOSEN
+MAX_GRAPH_LOGPROBS = MIN_CHOSEN
 """Alternatives per token that a graph reports."""
 
 
@@ -131,11 +131,11 @@ def lines_of(logits: Tensor, tokens: Tensor) -> Tensor:
         tokens: [n] int64, sampled tokens, as in `Reported.of`.
 
     Returns:
-        [n, 2 (k + 1) + 1] int32, k = min(MOST_OF_GRAPHS, V): ids of the k most likely tokens and of
-        the sampled one, as many log-probabilities, float32 by their bits, and the rank of the
-        sampled one.
+        [n, 2 (k + 1) + 1] int32, k = min(MAX_GRAPH_LOGPROBS, V): ids of the k most likely tokens
+        and of the sampled one, as many log-probabilities, float32 by their bits, and the rank of
+        the sampled one.
     """
-    ids, values, ranks = _most_likely(logits, tokens.clamp(min=0), MOST_OF_GRAPHS)
+    ids, values, ranks = _most_likely(logits, tokens.clamp(min=0), MAX_GRAPH_LOGPROBS)
     return torch.cat((ids.int(), values.view(torch.int32), ranks.int()[:, None]), 1)
 
 
@@ -152,10 +152,10 @@ def largest(values: Tensor, count: int) -> Tensor:
     in descending order; ties go to the lower index."""
     if not count:
         return values.new_empty((len(values), 0), dtype=torch.int64)
-    if count > MOST_CHOSEN:
+    if count > MAX_CHOSEN:
         return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :count]
     lengths = torch.full((len(values),), values.shape[1], dtype=torch.int32, device=values.device)
-    chosen = min(max(count, LEAST_CHOSEN), values.shape[1])
+    chosen = min(max(count, MIN_CHOSEN), values.shape[1])
     ids = ops.fast_topk_v2(values, lengths, chosen).to(torch.int64)
     order = torch.sort(values.gather(1, ids), dim=1, descending=True, stable=True).indices
     return ids.gather(1, order[:, :count])

@@ -36,7 +36,7 @@ CONTEXT = 1 << 16
 FRAGMENTS = 32 << 20
 """Bytes added to the activations: measured steps use free blocks between the weights that small
 tensors of the page pools break up later."""
-MOST_KEPT = 1 << 30
+MAX_KEPT = 1 << 30
 """Bytes of kernels and libraries' workspaces, at most: if more has gone, or some has come, another
 process changed what was measured."""
 SMALL = 6
@@ -103,7 +103,7 @@ def measured(
     free = _free(device)
     found = measure(model, spec.mixers, shape, steps, form, device)
     kept = free - _free(device)
-    if note is not None and 0 <= kept <= MOST_KEPT:
+    if note is not None and 0 <= kept <= MAX_KEPT:
         with contextlib.suppress(OSError):
             note.write_text(json.dumps(asdict(replace(found, kept=kept))))
     return found

@@ -32,7 +32,7 @@ from cairn.runner.drafts import Drafts, Entries, Guessed
 from cairn.runner.encoding import EncoderCache
 from cairn.runner.experts import ExpertBalance
 from cairn.runner.graphs import DecodeGraphs, Ending, Place, Replayed, Sampling
-from cairn.runner.logprobs import MOST_OF_GRAPHS, Reported
+from cairn.runner.logprobs import MAX_GRAPH_LOGPROBS, Reported
 from cairn.runner.prefill_graphs import PrefillGraphs
 from cairn.runner.prompt_scores import PromptScores
 from cairn.runner.rows import Layout, Rows
@@ -465,7 +465,7 @@ class Runner:
 
     def _sampling(self, picks: Picks, counts: Sequence[int]) -> Sampling:
         """How much of the rows' sampling a graph can do; counts: of `Sampler.reports`."""
-        beyond = not self.sampler.plain(picks) or max(counts, default=0) > MOST_OF_GRAPHS
+        beyond = not self.sampler.plain(picks) or max(counts, default=0) > MAX_GRAPH_LOGPROBS
         if beyond or not self.sampler.alone:
             return Sampling(Ending.LOGITS, self.sampler.draws(picks))
         if counts:

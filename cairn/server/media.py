@@ -24,7 +24,7 @@ SECONDS = 10.0
 MEMORY = 2 << 30
 MAX_WAITING = 64
 """Requests whose images are read at once, or wait for it."""
-MOST_HELD = 4 << 30
+MAX_HELD = 4 << 30
 """Bytes of the pixels of all requests that have not ended."""
 
 
@@ -103,7 +103,7 @@ class MediaPreparer:
                 f"{self._longest} are the most that fit",
                 "Send fewer or smaller ones",
             )
-        if self._held > MOST_HELD:
+        if self._held > MAX_HELD:
             raise Busy(
                 "images of other requests take the memory that there is for them",
                 "Try again later",

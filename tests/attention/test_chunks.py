@@ -61,19 +61,19 @@ def test_slots_that_are_alone_are_attended_by_themselves(
     op, heard = getattr(ops, name), []
 
     def hear(q, *args, **kwargs):
-        heard.append((len(q), kwargs["chunked"], kwargs.get("stretches")))
+        heard.append((len(q), kwargs["chunked"], kwargs.get("segments")))
         return op(q, *args, **kwargs)
 
     layer, counts = LAYERS[name], [*[1] * 20, 200, 80]
-    stretches = [n for row, many in enumerate(counts) for n in (row, 0, many)]
+    segments = [n for row, many in enumerate(counts) for n in (row, 0, many)]
     q, k = drawn(300)
     wanted = attend(step_of(layer, counts, Cuts(True), told), q, k)
     monkeypatch.setattr(ops, name, hear)
     torch.testing.assert_close(
         attend(step_of(layer, counts, Cuts(True, count), told), q, k), wanted
     )
-    front = stretches[: 3 * 16] if count == 16 else [*stretches[: 3 * 20], 20, 0, 44]
-    behind = stretches[3 * 16 :] if count == 16 else [20, 44, 156, 21, 0, 80]
+    front = segments[: 3 * 16] if count == 16 else [*segments[: 3 * 20], 20, 0, 44]
+    behind = segments[3 * 16 :] if count == 16 else [20, 44, 156, 21, 0, 80]
     given = told and name == "dense_attention"
     assert heard == [
         (count, False, front if given else None),

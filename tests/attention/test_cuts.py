@@ -41,32 +41,32 @@ LIMITS = (Front(640, 40), Front(3200, 200))
 )
 def test_fronts_are_attended_by_themselves_where_it_makes_a_difference(alone, fronts, cuts):
     told = Cuts(True, alone, tuple(Front(*front) for front in fronts))
-    batch, stretches, heard = batch_of([900]), [0, 0, 900], []
+    batch, segments, heard = batch_of([900]), [0, 0, 900], []
 
     def attend(part: Part) -> torch.Tensor:
         heard.append(part)
-        assert part.stretches is not None and sum(part.stretches[2::3]) == len(part.slot)
+        assert part.segments is not None and sum(part.segments[2::3]) == len(part.slot)
         return part.of(batch.slot)
 
-    found = attend_in_parts(batch, told, stretches, attend, tiled=True, by_fronts=True)
+    found = attend_in_parts(batch, told, segments, attend, tiled=True, by_fronts=True)
     assert torch.equal(found, batch.slot)
     assert [(len(part.slot), part.pages) for part in heard] == cuts
     heard.clear()
-    attend_in_parts(batch, told, stretches, attend, tiled=True)
+    attend_in_parts(batch, told, segments, attend, tiled=True)
     assert {part.pages for part in heard} == {None}
     assert [len(part.slot) for part in heard][-1] == 900 - alone
     heard.clear()
-    attend_in_parts(batch, told, stretches, attend, tiled=False, by_fronts=True)
+    attend_in_parts(batch, told, segments, attend, tiled=False, by_fronts=True)
     (whole,) = heard
-    assert whole.at is None and whole.stretches == stretches and whole.chunked
+    assert whole.at is None and whole.segments == segments and whole.chunked
 
 
 def test_parts_know_their_slots_of_each_row():
-    """Any cuts of any rows: every slot once, with its row, and stretches that name them."""
+    """Any cuts of any rows: every slot once, with its row, and segments that name them."""
     rng = random.Random(2)
     for _ in range(40):
         counts = [rng.choice([1, 1, 5, 90, 200]) for _ in range(rng.randint(1, 12))]
-        batch, stretches = batch_of(counts), rows_of([(0, n) for n in counts]).stretches
+        batch, segments = batch_of(counts), rows_of([(0, n) for n in counts]).segments
         total, left = sum(counts), rng.randrange(sum(counts) + 1)
         cuts = Cuts(True, left, tuple(Front(n, 9) for n in {(total - left) // 3} if n))
         seen: list[tuple[int, int]] = []
@@ -76,14 +76,14 @@ def test_parts_know_their_slots_of_each_row():
         def attend(part: Part, index=index, seen=seen) -> torch.Tensor:
             named = [
                 (row, slot)
-                for row, first, count in zip(*(iter(part.stretches),) * 3, strict=True)
+                for row, first, count in zip(*(iter(part.segments),) * 3, strict=True)
                 for slot in range(first, first + count)
             ]
             assert named == list(zip(part.row.tolist(), part.slot.tolist(), strict=True))
             seen.extend(named)
             return part.of(index)
 
-        found = attend_in_parts(batch, cuts, stretches, attend, tiled=True, by_fronts=True)
+        found = attend_in_parts(batch, cuts, segments, attend, tiled=True, by_fronts=True)
         assert torch.equal(found, index)
         assert seen == list(zip(batch.row.tolist(), batch.slot.tolist(), strict=True))
 

@@ -93,8 +93,8 @@ def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> N
 
 def main() -> None:
     JITFunction.run = GluonJITFunction.run = compiled
-    gpu.processors = lambda device: 132
-    gpu.program_memory = lambda device: 227 << 10
+    gpu.sm_count = lambda device: 132
+    gpu.max_shared_memory = lambda device: 227 << 10
     gpu.supports_wgmma = lambda device: True
     gpu.supports_tma = lambda device: True
     ATTENTION_TUNING.tma_least_flops = 0

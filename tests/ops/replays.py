@@ -45,7 +45,7 @@ def located(arg: Any, dtype: torch.dtype) -> Any:
     """What the interpreter takes for an address, or for a table that knows its address alone."""
     if isinstance(arg, int):
         return tensor_at(arg, dtype)
-    return gpu.blocks(
+    return gpu.tensor_descriptor(
         tensor_at(arg.base.data_ptr(), dtype), arg.shape, arg.strides, arg.block_shape
     )
 

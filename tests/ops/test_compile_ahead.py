@@ -13,7 +13,7 @@ from cairn.ops import gpu, rmsnorm
 from cairn.ops.compile_ahead import compile_ahead
 from cairn.ops.gpu import tl, triton
 
-pytestmark = pytest.mark.skipif(gpu.compiling_beside() is None, reason="needs Triton 3.6")
+pytestmark = pytest.mark.skipif(gpu.async_compile_mode() is None, reason="needs Triton 3.6")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -54,7 +54,7 @@ def test_no_rehearsal_with_one_worker_or_under_launch_hooks(
     work = lambda: pytest.fail("has been called")  # noqa: E731
     compile_ahead(work, workers=1)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu, "compiling_beside", lambda: None)
+        patch.setattr(gpu, "async_compile_mode", lambda: None)
         compile_ahead(work, workers=2)
     monkeypatch.setattr(gpu.watch, "observer", object())
     compile_ahead(work, workers=2)

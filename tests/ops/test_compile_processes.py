@@ -52,7 +52,7 @@ def test_other_functions_are_not_sent_to_compilers() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_are_found_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if gpu.compiling_beside() is None:
+    if gpu.async_compile_mode() is None:
         pytest.skip("needs Triton 3.6")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     knobs = pytest.importorskip("triton").knobs

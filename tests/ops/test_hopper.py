@@ -11,7 +11,7 @@ import pytest
 
 from cairn.ops import gpu
 
-MOST_SHARED = 227 << 10
+MAX_SHARED = 227 << 10
 """Bytes of shared memory that a program can have."""
 FEW_SPILT = 512
 """Bytes that a group may put away: before its loop and after it, or a few numbers in it."""
@@ -40,7 +40,7 @@ def test_launches_compile_and_keep_products_in_flight() -> None:
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     assert {one["kernel"] for one in found} == GROUPS
     for one in found:
-        assert one["shared"] <= MOST_SHARED, one
+        assert one["shared"] <= MAX_SHARED, one
         # The compiler gives up overlapping products where something else reads their sums.
         assert not one["serialized"], one
         assert one["spilt"] <= SPILT.get(one["kernel"], 0), one

@@ -69,9 +69,9 @@ def test_pieces_of_memory_do_not_meet(
     shared: int, taken: int, as_on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "SHARED_BYTES", shared)
-    taking, takes = gpu.taking, []
+    taking, takes = gpu.allocator, []
     counted = lambda take: lambda: (takes.append(take), take())[1]  # noqa: E731
-    monkeypatch.setattr(gpu, "taking", lambda *args: counted(taking(*args)))
+    monkeypatch.setattr(gpu, "allocator", lambda *args: counted(taking(*args)))
 
     def twice(x: Tensor) -> Tensor:
         one, two, three, out = (gpu.empty((40,), x.dtype, x.device) for _ in range(4))
@@ -99,7 +99,7 @@ def copy_block_kernel(table, out, LINES: tl.constexpr, WIDTH: tl.constexpr):  # 
 def test_tables_are_described_where_they_lie(as_on_gpu: None) -> None:
     def first_block(x: Tensor) -> Tensor:
         out = gpu.empty((8, 16), x.dtype, x.device)
-        table = gpu.blocks(x[2:], x[2:].shape, x.stride(), (8, 16))
+        table = gpu.tensor_descriptor(x[2:], x[2:].shape, x.stride(), (8, 16))
         copy_block_kernel[(1,)](table, out, 8, 16)
         return out
 
@@ -180,7 +180,7 @@ def test_memory_is_taken_without_what_torch_keeps_to_itself(
 ) -> None:
     like = numbers(3, 4)
     for _ in range(2):
-        taken = gpu.taking(like.shape, like.stride(), torch.float64, like.device)()
+        taken = gpu.allocator(like.shape, like.stride(), torch.float64, like.device)()
         assert (taken.shape, taken.dtype, taken.is_contiguous()) == ((3, 4), torch.float64, True)
         monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu", raising=False)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cairn.runner.graphs import Ending
-from cairn.runner.logprobs import MOST_OF_GRAPHS
+from cairn.runner.logprobs import MAX_GRAPH_LOGPROBS
 from cairn.runner.runner import Runner
 from cairn.runner.sampler import Picks, Sampler
 from cairn.runner.step import RowOpen
@@ -17,8 +17,8 @@ ROWS = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 0.5},
     "own": {"temperature": 0, "logprobs": 0},
-    "most": {"temperature": 0, "logprobs": MOST_OF_GRAPHS},
-    "more": {"temperature": 0, "logprobs": MOST_OF_GRAPHS + 1},
+    "most": {"temperature": 0, "logprobs": MAX_GRAPH_LOGPROBS},
+    "more": {"temperature": 0, "logprobs": MAX_GRAPH_LOGPROBS + 1},
     "all": {"temperature": 0, "logprobs": -1},
     "late": {"temperature": 0, "logprobs": 2, "min_tokens": 3},
     "penalised": {"temperature": 0, "logprobs": 2, "repetition_penalty": 1.2},

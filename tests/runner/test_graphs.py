@@ -12,12 +12,12 @@ import pytest
 from cairn import LLM, SamplingParams
 from cairn.engine.build import Built
 from cairn.runner.graphs import Ending, buckets_up_to
-from cairn.runner.logprobs import MOST_OF_GRAPHS
+from cairn.runner.logprobs import MAX_GRAPH_LOGPROBS
 from tests.engine.harness import Trace, engine, occupy, run
 from tests.support import shows
 
-MOST_ROWS = 64
-BUCKETS = [bucket for bucket in buckets_up_to(MOST_ROWS + 8) if bucket <= MOST_ROWS]
+MAX_ROWS = 64
+BUCKETS = [bucket for bucket in buckets_up_to(MAX_ROWS + 8) if bucket <= MAX_ROWS]
 ENDINGS = {
     "greedy": {"temperature": 0},
     "drawn": {"temperature": 0.8, "top_p": 0.95, "seed": 3},
@@ -45,7 +45,7 @@ def text(rng: random.Random, length: int, vocab: int = 200) -> list[int]:
 @pytest.fixture(scope="module", params=CASES)
 def pair(request) -> tuple[Built, Built]:
     """The same model with graphs and without."""
-    options = {"max_num_seqs": MOST_ROWS, "kv_cache_memory": "96MiB", "device": "cuda"}
+    options = {"max_num_seqs": MAX_ROWS, "kv_cache_memory": "96MiB", "device": "cuda"}
     with_graphs = engine(request.param, enable_prefix_caching=False, **options)
     assert with_graphs.runner.graphs is not None
     eager = engine(request.param, enable_prefix_caching=False, disable_cuda_graph=True, **options)
@@ -96,8 +96,8 @@ def test_every_bucket_at_several_lengths(pair, bucket):
     ("wanted", "ending"),
     [
         ((None, 5, 0), Ending.REPORT),
-        ((MOST_OF_GRAPHS, None, None), Ending.REPORT),
-        ((MOST_OF_GRAPHS + 1, 5, None), Ending.LOGITS),
+        ((MAX_GRAPH_LOGPROBS, None, None), Ending.REPORT),
+        ((MAX_GRAPH_LOGPROBS + 1, 5, None), Ending.LOGITS),
         ((-1, 5, None), Ending.LOGITS),
     ],
 )
@@ -121,7 +121,7 @@ def test_graphs_report_log_probabilities(pair, wanted, ending):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, MOST_ROWS])
+@pytest.mark.parametrize("rows", [8, MAX_ROWS])
 def test_rows_that_all_close_a_page_at_once(pair, rows):
     with_graphs, eager = pair
     size = eager.config.page_size

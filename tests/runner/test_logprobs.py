@@ -65,7 +65,7 @@ def test_many_are_reported_as_each_alone(monkeypatch, block, listed_below):
 
 @pytest.mark.parametrize("most", [5, 32, 99])
 def test_lines_of_a_step_say_the_same_of_some_of_its_rows(monkeypatch, most):
-    monkeypatch.setattr(logprobs, "MOST_OF_GRAPHS", most)
+    monkeypatch.setattr(logprobs, "MAX_GRAPH_LOGPROBS", most)
     values, tokens = lines(9), torch.arange(0, 45, 5)
     values[:, 40:] = values[:, :10]
     tokens[4] = -1
@@ -96,7 +96,7 @@ def test_one_entry_does_not_keep_the_others_alive(monkeypatch):
 
 @pytest.mark.parametrize("most", [3, 4096])
 def test_largest_is_a_stable_sort(monkeypatch, most):
-    monkeypatch.setattr(logprobs, "MOST_CHOSEN", most)
+    monkeypatch.setattr(logprobs, "MAX_CHOSEN", most)
     values = torch.tensor([[0.0, -1.0, 2.5, -torch.inf, 2.5, 0.0, -3.0, torch.inf, -1.0]])
     order = torch.sort(values, dim=-1, descending=True, stable=True).indices
     for count in range(10):

@@ -145,7 +145,7 @@ def test_steps_that_fit_no_graph_run_eagerly(no_gpu):
 @pytest.mark.parametrize("near", [False, True])
 def test_early_chunks_have_graphs_of_their_own(near, no_gpu, monkeypatch):
     """Of a row from its start on, and of such that are early as a whole."""
-    monkeypatch.setattr("cairn.attention.cuts.LEAST_EARLY", 16)
+    monkeypatch.setattr("cairn.attention.cuts.MIN_EARLY", 16)
     limits = [Front(32, 8), *([Front(320, 80)] if near else [])]
     rows, model, backends = rows_of(40), Model(), NoBackends(limits)
     graphs = graphs_of(rows, model, backends=backends, most=600)
@@ -288,14 +288,14 @@ def test_rows_that_decode_beside_chunks_that_are_cut_into_tiles(no_gpu, monkeypa
     plain = engine(case, enable_prefix_caching=False)
     attend_in_parts, counts = base.attend_in_parts, set()
 
-    def count_parts(batch, cuts, stretches, attend, **kinds):
+    def count_parts(batch, cuts, segments, attend, **kinds):
         parts = []
 
         def noted(part):
             parts.append(part)
             return attend(part)
 
-        out = attend_in_parts(batch, cuts, stretches, noted, **kinds)
+        out = attend_in_parts(batch, cuts, segments, noted, **kinds)
         counts.add(len(parts))
         return out
 

@@ -103,8 +103,8 @@ def check_batch(layout, batch, expected, pages, size) -> None:
     starts = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
     assert layout.start.tolist() == starts
     ends = [*starts[1:], len(row)]
-    stretches = [(row[i], slot[i], end - i) for i, end in zip(starts, ends, strict=True)]
-    assert layout.rows.stretches == [number for stretch in stretches for number in stretch]
+    segments = [(row[i], slot[i], end - i) for i, end in zip(starts, ends, strict=True)]
+    assert layout.rows.segments == [number for stretch in segments for number in stretch]
     for r in set(row):
         last = max(s for q, s in zip(row, slot, strict=True) if q == r) // size
         assert place.page_table[r, : last + 1].tolist() == pages[r][: last + 1]
@@ -189,7 +189,7 @@ def test_runs_of_rows_known_on_the_host():
     known = layout.rows
     assert known.decoding == 2
     # The second one's token fills its page: the end of the page rides along.
-    assert known.stretches == [0, 7, 1, 1, 14, 2, 2, 0, 64]
+    assert known.segments == [0, 7, 1, 1, 14, 2, 2, 0, 64]
     assert known.slot.tolist() == layout.slot.tolist() == [7, 14, 15, *range(64)]
     assert layout.start.tolist() == [0, 1, 3] and layout.last.tolist() == [0, 1, 65]
     assert rows.lay_out(StepPlan(1, (), (), (), (chunk,))).rows.decoding == 0

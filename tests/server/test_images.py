@@ -151,7 +151,7 @@ def test_too_many(seeing):
 
 def test_memory_of_images_is_bounded(api, monkeypatch):
     size = len(prepared_image(decoded(PNG, 10**6), MEDIA).item.pixels)
-    monkeypatch.setattr("cairn.server.media.MOST_HELD", 2 * size)
+    monkeypatch.setattr("cairn.server.media.MAX_HELD", 2 * size)
     api.answer(CHAT, body(URL, URL))
     kept = api.asked.media
     assert "take the memory" in api.error(CHAT, body(URL), 429)["message"]

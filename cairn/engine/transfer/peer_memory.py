@@ -17,7 +17,7 @@ from cairn.specs.disaggregation import CUDA
 
 BLOCK = 64 << 20
 """Bytes of records that are gathered at a time."""
-MOST_PEERS = 8
+MAX_PEERS = 8
 """Number of engines whose memory stays mapped."""
 
 
@@ -83,7 +83,7 @@ class PeerMemory:
         if metadata not in self._opened:
             given = msgspec.msgpack.decode(metadata, type=list[Shared])
             self._opened[metadata] = [opened(each, self._records.device) for each in given]
-            if len(self._opened) > MOST_PEERS:
+            if len(self._opened) > MAX_PEERS:
                 self._opened.popitem(last=False)
         self._opened.move_to_end(metadata)
         return self._opened[metadata]

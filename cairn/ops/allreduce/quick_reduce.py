@@ -19,7 +19,7 @@ from cairn.ops.checks import FLOATS, expect, refuse
 BLOCK = 32
 MOST = {1: 127, 2: 31, 3: 7}
 """Profile -> the largest integer, of 8, 6 and 4 bits. Profile 0 does not round."""
-MOST_BYTES = 1 << 31
+MAX_BYTES = 1 << 31
 """Largest tensor, in bytes."""
 
 
@@ -107,4 +107,4 @@ def qr_destroy(fa: int) -> None:
 
 def qr_max_size() -> int:
     """Bytes of the largest tensor."""
-    return MOST_BYTES
+    return MAX_BYTES

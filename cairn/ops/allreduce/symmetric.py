@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 ONE_SHOT_BYTES = 1 << 18
 """Largest tensor that is reduced in one shot: every rank reads all ranks' copies. Larger ones take
 two: each rank reduces a part, then all gather. Measured on H200s."""
-MOST_BYTES = 1 << 21
+MAX_BYTES = 1 << 21
 """Size of the shared buffer; larger tensors go through NCCL."""
 ALIGNED = 16
 """torch's kernels need sizes that are multiples of this many bytes."""
@@ -52,7 +52,7 @@ class SymmetricAllReduce:
         BadArgument: there is no process group.
     """
 
-    def __init__(self, group: Any = None, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, group: Any = None, most_bytes: int = MAX_BYTES) -> None:
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():

@@ -51,7 +51,7 @@ def _(draw: Draw) -> Points:
         where = (job.row, job.slot, job.page_table)
         yield Point(
             str(job),
-            draw.args(job.q, job.k_cache, job.v_cache, *where, stretches=job.stretches),
+            draw.args(job.q, job.k_cache, job.v_cache, *where, segments=job.segments),
             job.step.batch * job.step.context * job.slot_bytes + moved(job.q, job.q),
             job.attend_flops(job.pairs()),
             job.dense(),

@@ -96,7 +96,7 @@ def _(make: Make) -> Cases:
             row,
             slot,
             paged.page_table,
-            stretches=paged.stretches(running),
+            segments=paged.segments(running),
         )
 
 

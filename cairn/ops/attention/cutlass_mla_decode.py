@@ -17,7 +17,7 @@ from cairn.ops.call import Call
 from cairn.ops.checks import FLOATS, INDICES, check_pages, expect, expect_within, refuse
 from cairn.ops.registry import op
 
-MOST_HEADS = 128
+MAX_HEADS = 128
 LATENT, ROPE = 512, 64
 """Widths of DeepSeek's cache, for benchmarks; the op takes any."""
 
@@ -76,8 +76,8 @@ def _(call: Call) -> None:
     name, cache = "cutlass_mla_decode", call.kv_c_and_k_pe_cache
     expect(name, "q_nope", call.q_nope, (None, None, None), FLOATS, dense=1)
     batch, heads, latent = call.q_nope.shape
-    if heads > MOST_HEADS:
-        refuse(name, "q_nope", f"has {heads} heads, not at most {MOST_HEADS}")
+    if heads > MAX_HEADS:
+        refuse(name, "q_nope", f"has {heads} heads, not at most {MAX_HEADS}")
     same = (call.q_nope.dtype,)
     expect(name, "q_pe", call.q_pe, (batch, heads, None), same, call.q_nope, dense=1)
     width = latent + call.q_pe.shape[2]
@@ -121,15 +121,15 @@ def _(call: Call) -> Tensor:
     values, rest = lines_of(*_parts(cache, latent), _BLOCK, math.inf)
     columns = -(-heads // _BLOCK)
     blocks = -(-call.page_table.shape[1] * cache.shape[1] // _BLOCK)
-    most = max(1, min(blocks // _LEAST_BLOCKS, TUNING.most_splits))
-    splits = launch.whole_waves(columns * batch, gpu.processors(cache.device), most)
+    most = max(1, min(blocks // _MIN_BLOCKS, TUNING.most_splits))
+    splits = launch.whole_waves(columns * batch, gpu.sm_count(cache.device), most)
     part_o, part_lse = _parts_of(out, splits)
     latent_groups_kernel[(columns, splits, batch)](
         q_nope=call.q_nope,
         q_pe=call.q_pe,
         cache=cache,
-        values=gpu.tiles(values.blocks, (_BLOCK, latent // 2)),
-        keys=gpu.tiles(rest.blocks, (_BLOCK, ROPE)),
+        values=gpu.gluon_descriptor(values.blocks, (_BLOCK, latent // 2)),
+        keys=gpu.gluon_descriptor(rest.blocks, (_BLOCK, ROPE)),
         seq_lens=call.seq_lens,
         page_table=call.page_table,
         o=part_o,
@@ -172,7 +172,7 @@ def _(call: Call) -> Tensor:
     single = call.q_nope.dtype == torch.float32
     lines = 16 if single else min(64, max(16, gpu.next_power_of_2(heads)))
     keys = 16 if single else 32
-    large = lines == 64 and gpu.program_memory(cache.device) >= _WIDE_BYTES
+    large = lines == 64 and gpu.max_shared_memory(cache.device) >= _WIDE_BYTES
     values = rest = NO_LINES
     wide, size = 64 if large else keys, cache.shape[1]
     if size % wide == 0 and (not single or gpu.INTERPRETED):
@@ -183,7 +183,7 @@ def _(call: Call) -> Tensor:
     columns = -(-heads // lines)
     blocks = -(-call.page_table.shape[1] * cache.shape[1] // keys)
     wanted = -(-_PROGRAMS // (columns * batch))
-    splits = max(1, min(blocks // _LEAST_BLOCKS, wanted, TUNING.most_splits))
+    splits = max(1, min(blocks // _MIN_BLOCKS, wanted, TUNING.most_splits))
     part_o, part_lse = _parts_of(out, splits)
     padded = [max(16, gpu.next_power_of_2(width)) for width in (latent, call.q_pe.shape[2])]
     latent_split_kernel[(splits, columns, batch)](
@@ -228,7 +228,7 @@ _WIDE_BYTES = 222 << 10
 """Shared memory of a program of 64 heads with two blocks of 64 slots in flight."""
 _PROGRAMS = 264
 """Programs that fill a large device twice: each holds most of a multiprocessor's memory."""
-_LEAST_BLOCKS = 4
+_MIN_BLOCKS = 4
 """Fewest blocks of keys per split."""
 
 

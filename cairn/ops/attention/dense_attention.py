@@ -26,7 +26,7 @@ def dense_attention(
     page_table: Tensor,
     scale: float | None = None,
     mask_landmarks: bool = False,
-    stretches: list[int] | None = None,
+    segments: list[int] | None = None,
     chunked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every token over slots 0 .. slot of its row.
@@ -39,7 +39,7 @@ def dense_attention(
         page_table: [rows, max_pages] int32, logical to physical page.
         scale: softmax scale; None: d ** -0.5.
         mask_landmarks: the last slot of every page is masked.
-        stretches: runs of tokens known on the host: (row, first slot, number) of tokens in
+        segments: runs of tokens known on the host: (row, first slot, number) of tokens in
             consecutive slots of a row, in order, covering all tokens. None: unknown.
         chunked: as in `window_attention`.
     Returns:
@@ -81,11 +81,9 @@ def _(call: Call) -> None:
     _, kv_heads, _, dim = check_caches(name, call.k_cache, call.v_cache, call.q)
     tokens, _ = check_queries(name, "q", call.q, kv_heads, dim)
     check_slots(name, tokens, call.row, call.slot, call.page_table, call.q)
-    if call.stretches is not None and (
-        len(call.stretches) % 3 or sum(call.stretches[2::3]) != tokens
-    ):
-        wanted = f"row, first slot and number of stretches of {tokens} tokens"
-        refuse(name, "stretches", f"is {call.stretches}, not {wanted}")
+    if call.segments is not None and (len(call.segments) % 3 or sum(call.segments[2::3]) != tokens):
+        wanted = f"row, first slot and number of segments of {tokens} tokens"
+        refuse(name, "segments", f"is {call.segments}, not {wanted}")
 
 
 @dense_attention.fake
@@ -127,7 +125,7 @@ dense_attention.tolerance(
 
 def _by_groups(call: Call) -> bool:
     fitting = prefill.fits(
-        call.q, call.k_cache, call.v_cache, call.page_table, call.scale, call.stretches
+        call.q, call.k_cache, call.v_cache, call.page_table, call.scale, call.segments
     )
     return fitting and not call.mask_landmarks
 
@@ -142,12 +140,12 @@ def _task(call: Call) -> launch.Task:
         call.page_table,
         scale=call.scale,
         mask_landmarks=call.mask_landmarks,
-        stretches=call.stretches,
+        segments=call.segments,
     )
 
 
 def _by_splits(call: Call) -> bool:
-    tiled = launch.dense_in_tiles(call.q, call.k_cache.shape[1], call.chunked, call.stretches)
+    tiled = launch.dense_in_tiles(call.q, call.k_cache.shape[1], call.chunked, call.segments)
     return not tiled and launch.accepts(call.q, call.k_cache, call.v_cache)
 
 
@@ -167,7 +165,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
 )
 def _(call: Call) -> tuple[Tensor, Tensor]:
     return prefill.attend(
-        call.q, call.k_cache, call.v_cache, call.page_table, call.scale, call.stretches or ()
+        call.q, call.k_cache, call.v_cache, call.page_table, call.scale, call.segments or ()
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from cairn.ops.cache.kernels import pair_scales, pairs_worth, scales, slot_start, worth
 from cairn.ops.gpu import tl, triton
-from cairn.ops.pdl import ask_for, await_previous
+from cairn.ops.pdl import await_previous, prefetch_l2
 
 
 @triton.jit
@@ -393,8 +393,8 @@ def ask_for_block(k_head, v_head, line, DIM: tl.constexpr):
     LINE: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth
     WIDTH: tl.constexpr = DIM // 2 if k_head.dtype.element_ty == tl.int8 else DIM
     for part in tl.static_range(0, WIDTH, LINE):
-        ask_for(k_head + line + part)
-        ask_for(v_head + line + part)
+        prefetch_l2(k_head + line + part)
+        prefetch_l2(v_head + line + part)
 
 
 @triton.jit

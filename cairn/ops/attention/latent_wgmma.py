@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from cairn.ops.gpu import constant, gl, gluon, hopper
 from cairn.ops.wgmma import (
+    arrive,
     base_of,
     clear,
     copy,
     multiply,
+    opaque_zero,
     scaled,
     summed,
-    tell,
-    unknown_zero,
 )
 
 RISE = constant(8.0)
@@ -102,20 +102,20 @@ def query_of(
 
 
 @gluon.jit
-def share_query(source, head_stride, alive, tile, met):
+def share_query(source, head_stride, alive, tile, sync):
     """Store columns of the query to shared memory and wait until the other group has done so."""
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     WIDTH: gl.constexpr = tile.shape[1]
     tile.store(query_of(source, head_stride, alive, 64, WIDTH, LINES))
     hopper.fence_async_shared()
-    meet(met)
+    sync_groups(sync)
 
 
 @gluon.jit
-def meet(met):
+def sync_groups(sync):
     """Barrier of the two groups that also makes their shared-memory stores visible."""
-    tell(met)
-    hopper.mbarrier.wait(met, 0)
+    arrive(sync)
+    hopper.mbarrier.wait(sync, 0)
 
 
 @gluon.jit
@@ -127,7 +127,7 @@ def logits_of(
     Args:
         rope: the query's last columns, in registers.
         inside: mask of the block's slots that the row has; others are masked.
-        zero: an `unknown_zero`.
+        zero: an `opaque_zero`.
     """
     LOGITS: gl.constexpr = rope.type.layout.parent
     SLOTS: gl.constexpr = cached.shape[1]
@@ -202,7 +202,7 @@ def hand_over(exchange, weight, base, changed, WHICH: gl.constexpr):
     changes.index(WHICH).store(gl.full([1], 0, gl.int32, layout=ONE) + changed)
     weights.index(WHICH).store(weight)
     hopper.fence_async_shared()
-    tell(ready.index(WHICH))
+    arrive(ready.index(WHICH))
 
 
 @gluon.jit
@@ -239,18 +239,18 @@ def started(pe, pe_head, alive):
 
 @gluon.jit
 def first_group(
-    query, cached, cached_rope, exchange, sums, full, free, met,
+    query, cached, cached_rope, exchange, sums, full, free, sync,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
     """Computes the left half of the columns, and the weights of each pair's first block."""
     rope, base, total, acc = started(pe, pe_head, alive)
-    share_query(nope, nope_head, alive, query.index(0), met.index(0))
+    share_query(nope, nope_head, alive, query.index(0), sync.index(0))
     weights, _, _, _ = exchange
     ROWS: gl.constexpr = total.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
         phase = pair & 1
-        zero = unknown_zero(pair)
+        zero = opaque_zero(pair)
         inside = length - (begin + 2 * pair) * 64
         logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 0)
         higher, changed = risen(base, logits, RISE)
@@ -264,7 +264,7 @@ def first_group(
         acc = summed(acc, free.index(0))
         acc, total = raised(acc, total, higher, base, changed)
         acc = summed(multiply(weights.index(1 + zero), cached.index(3 + zero), acc), free.index(3))
-    total = whole(total, sums, met, 0)
+    total = whole(total, sums, sync, 0)
     none = total == 0.0
     logs = (base + gl.log2(gl.where(none, 1.0, total))) * 0.6931471805599453
     row = gl.arange(0, 64, layout=ROWS)
@@ -274,18 +274,18 @@ def first_group(
 
 @gluon.jit
 def second_group(
-    query, cached, cached_rope, exchange, sums, full, free, met,
+    query, cached, cached_rope, exchange, sums, full, free, sync,
     nope, nope_head, pe, pe_head, o, lse, place, step, alive, factor, begin, pairs, length,
 ):  # fmt: skip
     """Computes the right half of the columns, and the weights of each pair's second block."""
     rope, base, total, acc = started(pe, pe_head, alive)
-    share_query(nope + 256, nope_head, alive, query.index(1), met.index(0))
+    share_query(nope + 256, nope_head, alive, query.index(1), sync.index(0))
     weights, _, _, _ = exchange
     ROWS: gl.constexpr = total.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
         phase = pair & 1
-        zero = unknown_zero(pair)
+        zero = opaque_zero(pair)
         inside = length - (begin + 2 * pair + 1) * 64
         logits = logits_of(rope, query, cached, cached_rope, full, phase, inside, factor, zero, 1)
         higher, changed = taken_over(exchange, phase, 0, ROWS)
@@ -300,15 +300,15 @@ def second_group(
         total = total + gl.sum(summand, 1)
         own = gl.convert_layout(weight, WEIGHTS)
         acc = summed(multiply(own, cached.index(2 + zero), acc), free.index(2))
-    total = whole(total, sums, met, 1)
+    total = whole(total, sums, sync, 1)
     store_half(o, scaled(acc, 1.0 / gl.where(total == 0.0, 1.0, total)), 256, place, step, alive)
 
 
 @gluon.jit
-def whole(total, sums, met, WHICH: gl.constexpr):
+def whole(total, sums, sync, WHICH: gl.constexpr):
     """The sum of both groups' sums of weights, added in the same order in both."""
     sums.index(WHICH).store(total)
-    meet(met.index(1))
+    sync_groups(sync.index(1))
     return sums.index(0).load(total.type.layout) + sums.index(1).load(total.type.layout)
 
 
@@ -365,20 +365,20 @@ def latent_groups_kernel(
     full = gl.allocate_shared_memory(gl.int64, [4, 1], SIGNAL)
     free = gl.allocate_shared_memory(gl.int64, [4, 1], SIGNAL)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], SIGNAL)
-    met = gl.allocate_shared_memory(gl.int64, [2, 1], SIGNAL)
+    sync = gl.allocate_shared_memory(gl.int64, [2, 1], SIGNAL)
     for half in gl.static_range(4):
         hopper.mbarrier.init(full.index(half), 1)
         hopper.mbarrier.init(free.index(half), 1)
     for signal in gl.static_range(2):
         hopper.mbarrier.init(ready.index(signal), 1)
-        hopper.mbarrier.init(met.index(signal), 2)
+        hopper.mbarrier.init(sync.index(signal), 2)
     hopper.fence_async_shared()
 
     place = (row * HEADS + head) * splits + split
     nope = q_nope + row * nope_row + head * nope_head
     pe = q_pe + row * pe_row + head * pe_head
     exchange = (weights, bases, changes, ready)
-    shared = (query, cached, cached_rope, exchange, sums, full, free, met)
+    shared = (query, cached, cached_rope, exchange, sums, full, free, sync)
     task = (nope, nope_head, pe, pe_head, o, lse, place, splits, alive)
     slots = (scale * 1.4426950408889634, begin, pairs, length)
     table = page_table + row * table_stride

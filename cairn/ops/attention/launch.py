@@ -56,11 +56,9 @@ def in_tiles(q: Tensor, kv_heads: int, chunked: bool, lines: int = CHUNK_LINES) 
     return tokens > SPLIT_TOKENS
 
 
-def dense_in_tiles(
-    q: Tensor, kv_heads: int, chunked: bool, stretches: Sequence[int] | None
-) -> bool:
-    """`in_tiles` for dense attention; stretches: as in `dense_attention`."""
-    return in_tiles(q, kv_heads, chunked, CHUNK_LINES if stretches is None else DENSE_LINES)
+def dense_in_tiles(q: Tensor, kv_heads: int, chunked: bool, segments: Sequence[int] | None) -> bool:
+    """`in_tiles` for dense attention; segments: as in `dense_attention`."""
+    return in_tiles(q, kv_heads, chunked, CHUNK_LINES if segments is None else DENSE_LINES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class Task:
         scale: softmax scale; None: d ** -0.5.
         aligned: whether the window starts at a page border.
         mask_landmarks: whether the last slot of every page is masked.
-        stretches: as in `dense_attention`.
+        segments: as in `dense_attention`.
     """
 
     q: Tensor
@@ -86,7 +84,7 @@ class Task:
     scale: float | None = None
     aligned: bool = False
     mask_landmarks: bool = False
-    stretches: Sequence[int] | None = None
+    segments: Sequence[int] | None = None
 
     @property
     def width(self) -> int:
@@ -131,8 +129,8 @@ class Task:
     @property
     def known_blocks(self) -> int:
         """Blocks of keys of the longest row, if the host knows it."""
-        assert self.stretches is not None
-        known = zip(self.stretches[1::3], self.stretches[2::3], strict=True)
+        assert self.segments is not None
+        known = zip(self.segments[1::3], self.segments[2::3], strict=True)
         return max(-(-(first + count) // self.keys) for first, count in known)
 
     def empty(self, *splits: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -145,9 +143,9 @@ class Task:
     @property
     def pairs(self) -> float:
         """Approximate number of (token, visible slot) pairs."""
-        if self.stretches is None:
+        if self.segments is None:
             return self.q.shape[0] ** 2 / 2
-        known = zip(self.stretches[1::3], self.stretches[2::3], strict=True)
+        known = zip(self.segments[1::3], self.segments[2::3], strict=True)
         return sum(count * (first + count / 2) for first, count in known)
 
     def lines(self) -> tuple[Lines, Lines]:
@@ -224,7 +222,7 @@ def attend_tiles(task: Task, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 def _tile_splits(task: Task, programs: int) -> int:
     """Splits of the keys (split-KV) for `programs` tiles, so that few tiles fill the device; 1 if
     the host does not know the lengths, because rows may be short and splits need a merge."""
-    if task.window or task.stretches is None:
+    if task.window or task.segments is None:
         return 1
     most = max(1, min(TUNING.most_tile_splits, TUNING.tile_waves[task.width > 64] // programs))
     blocks = task.known_blocks
@@ -349,5 +347,5 @@ def merge(
         PDL=pdl,
         num_warps=4 if padded * columns > 4096 else 2,
         **pdl_option(pdl),
-        **gpu.ONE_SUM,
+        **gpu.NO_FP_FUSION,
     )

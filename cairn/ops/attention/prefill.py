@@ -18,13 +18,13 @@ def fits(
     v_cache: Tensor,
     page_table: Tensor,
     scale: float | None,
-    stretches: Sequence[int] | None,
+    segments: Sequence[int] | None,
 ) -> bool:
     """Whether `attend` supports a call of `dense_attention` without mask_landmarks."""
-    if stretches is None or len(stretches) != 3 or k_cache.dtype != q.dtype:
+    if segments is None or len(segments) != 3 or k_cache.dtype != q.dtype:
         return False
     # `fits` does not read the results.
-    return wgmma_launch.fits(_task((q, k_cache, v_cache, q, q), page_table, scale, stretches))
+    return wgmma_launch.fits(_task((q, k_cache, v_cache, q, q), page_table, scale, segments))
 
 
 def attend(
@@ -33,18 +33,18 @@ def attend(
     v_cache: Tensor,
     page_table: Tensor,
     scale: float | None,
-    stretches: Sequence[int],
+    segments: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """o [T, h_q, d] in q's dtype and lse [T, h_q] float32, of a call that `fits`."""
     o = gpu.empty(q.shape, q.dtype, q.device)
     lse = gpu.empty(q.shape[:2], torch.float32, q.device)
-    task = _task((q, k_cache, v_cache, o, lse), page_table, scale, stretches)
-    wgmma_launch.attend(task, length=stretches[1] + stretches[2])
+    task = _task((q, k_cache, v_cache, o, lse), page_table, scale, segments)
+    wgmma_launch.attend(task, length=segments[1] + segments[2])
     return o, lse
 
 
 def _task(
-    tensors: tuple[Tensor, ...], page_table: Tensor, scale: float | None, stretches: Sequence[int]
+    tensors: tuple[Tensor, ...], page_table: Tensor, scale: float | None, segments: Sequence[int]
 ) -> Task:
     """The one sequence: causal, its queries the last of its slots.
 
@@ -52,7 +52,7 @@ def _task(
         tensors: q [T, h_q, d], the caches [pages, h_kv, S, d], o as q, lse [T, h_q].
     """
     q, k_cache, v_cache, o, lse = tensors
-    row, first, count = stretches
+    row, first, count = segments
     pages = -(-(first + count) // k_cache.shape[2])
     factor = q.shape[2] ** -0.5 if scale is None else scale
     return Task(

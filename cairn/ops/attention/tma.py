@@ -16,7 +16,7 @@ from cairn.ops.attention.tuning import TUNING
 
 _ALIGNED = 16
 """Alignment in bytes of a table's address and of its line stride."""
-_MOST_LINES = 1 << 31
+_MAX_LINES = 1 << 31
 _Table = tuple[tuple[int, int], int, int, int, int]
 
 
@@ -48,7 +48,7 @@ def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Line
         if table is None:
             return NO_LINES, NO_LINES
         shape, line, *where = table
-        blocks = gpu.blocks(tokens, shape, (line, 1), (keys, tokens.shape[3]))
+        blocks = gpu.tensor_descriptor(tokens, shape, (line, 1), (keys, tokens.shape[3]))
         tables.append(Lines(blocks, *where))
     return tables[0], tables[1]
 
@@ -92,7 +92,7 @@ def _table(shape: tuple[int, ...], strides: tuple[int, ...], size: int, keys: in
         columns += (heads - 1) * head
     else:
         lines += (heads - 1) * (head // slot)
-    if lines >= _MOST_LINES:
+    if lines >= _MAX_LINES:
         return None
     step = (page // slot, 0 if aside else head // slot, head if aside else 0)
     return (lines, columns), slot, *step

@@ -22,7 +22,7 @@ from cairn.ops.elementwise.positions import (
 from cairn.ops.elementwise.timestep_embedding import timestep_embedding
 from cairn.ops.testing import Arguments
 
-MOST_TIMED = 4096
+MAX_TIMED = 4096
 """Tokens, whose queries take 600 MB."""
 
 
@@ -38,7 +38,7 @@ def _cat(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> Tensor:
 @concat_mla_k.bench
 def _(draw: Draw) -> Points:
     for _, each in draw.rows():
-        rows = min(each, MOST_TIMED)
+        rows = min(each, MAX_TIMED)
         k = draw.randn(rows, HEADS, NOPE + ROPE)
         parts = draw.randn(rows, HEADS, NOPE), draw.randn(rows, 1, ROPE)
         others = (Alternative("cat", _cat),)
@@ -51,7 +51,7 @@ def _(draw: Draw) -> Points:
 @concat_mla_absorb_q.bench
 def _(draw: Draw) -> Points:
     for _, each in draw.rows():
-        rows = min(each, MOST_TIMED)
+        rows = min(each, MAX_TIMED)
         a, b = draw.randn(rows, HEADS, LATENT), draw.randn(rows, HEADS, ROPE)
         others = (Alternative("cat", lambda a, b: torch.cat((a, b), dim=-1)),)
         size = f"{rows} x {HEADS} x ({LATENT} + {ROPE})"

@@ -85,7 +85,7 @@ def _(call: Call) -> Tensor:
             blocks=blocks,
             BLOCK=block,
             E4M3=call.fp8_dtype == E4M3,
-            HARDWARE=gpu.knows_e4m3(call.x.device),
+            HARDWARE=gpu.supports_e4m3(call.x.device),
             PDL=pdl,
             num_warps=warps,
         )
@@ -171,7 +171,7 @@ def _(call: Call) -> None:
             width=width,
             BLOCKS=blocks,
             BLOCK=block,
-            HARDWARE=gpu.knows_e4m3(call.k.device),
+            HARDWARE=gpu.supports_e4m3(call.k.device),
             PDL=pdl,
             num_warps=warps,
         )

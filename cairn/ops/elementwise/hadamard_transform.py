@@ -56,7 +56,7 @@ def _(call: Call) -> None:
 def _short(call: Call) -> bool:
     if call.x.stride(-1) != 1 or call.x.shape[-1] > LONGEST:
         return False
-    return call.x.shape[-1] <= LONGEST // 2 or gpu.program_memory(call.x.device) >= MEMORY
+    return call.x.shape[-1] <= LONGEST // 2 or gpu.max_shared_memory(call.x.device) >= MEMORY
 
 
 @hadamard_transform.implementation("triton", devices=gpu.DEVICES, when=_short, replayed=True)
@@ -83,7 +83,7 @@ def _(call: Call) -> Tensor:
         )
         return out
     # Nearly square: the fewest products and the smallest matrices of signs.
-    tall = 1 << size.bit_length() // 2
+    a_size = 1 << size.bit_length() // 2
     hadamard_kernel[(min(PROGRAMS, rows),)](
         x=source,
         out=out,
@@ -92,8 +92,8 @@ def _(call: Call) -> Tensor:
         out_stride=width,
         width=width,
         scale=call.scale,
-        A=tall,
-        B=size // tall,
+        A=a_size,
+        B=size // a_size,
         num_warps=WARPS if size <= 4096 else 2 * WARPS,
         num_stages=max(1, min(STAGES, ON_THE_WAY // (size * call.x.element_size()))),
     )

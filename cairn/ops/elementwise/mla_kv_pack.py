@@ -123,7 +123,7 @@ def _(call: Call) -> None:
             BLOCKS=blocks,
             BLOCK=BLOCK,
             E4M3=call.k_out.dtype == E4M3,
-            HARDWARE=gpu.knows_e4m3(device),
+            HARDWARE=gpu.supports_e4m3(device),
             PDL=pdl,
             num_warps=WARPS,
         )

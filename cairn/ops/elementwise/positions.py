@@ -136,7 +136,7 @@ def _(call: Call) -> None:
 
 def _dense(call: Call) -> bool:
     rows = call.out[:1].is_contiguous() and call.lse.stride(1) == 1
-    few = call.kv_lens.numel() <= gpu.MOST_PROGRAMS
+    few = call.kv_lens.numel() <= gpu.MAX_GRID_YZ
     return rows and few and call.kv_lens.is_contiguous() and call.cum_seq_lens.is_contiguous()
 
 

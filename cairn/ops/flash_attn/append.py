@@ -10,7 +10,7 @@ from torch import Tensor
 from cairn.ops.checks import expect, expect_within, on_host, refuse
 from cairn.ops.elementwise.fp8 import fp8_quantize
 from cairn.ops.flash_attn.append_kv import append_kv, positions
-from cairn.ops.flash_attn.call import FP8, MOST_KEYS, Call
+from cairn.ops.flash_attn.call import FP8, MAX_KEYS, Call
 from cairn.ops.rotary.rotary_embedding import rotary_embedding
 
 _INT32 = (torch.int32,)
@@ -79,7 +79,7 @@ class Append:
         base = lengths if self.rotary_seqlens is None else self.rotary_seqlens
         if self.k is not None and lengths is not None:
             grown = self.k.shape[1] if self.cu_seqlens is None else self.cu_seqlens.diff()
-            expect_within(call.name, "cache_seqlens", lengths, MOST_KEYS)
+            expect_within(call.name, "cache_seqlens", lengths, MAX_KEYS)
             call.seqused_k = lengths + grown
         call.check_numbers(written=self.k is not None)
         if self.cos is not None and base is not None:

@@ -15,7 +15,7 @@ from cairn.ops.flash_attn.flash_attention import flash_attention
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDEST = 576
 """Largest head dim."""
-MOST_KEYS = 1 << 30
+MAX_KEYS = 1 << 30
 """Most keys of a sequence: kernels add window sizes to key indices in 32 bits."""
 _INT32 = (torch.int32,)
 
@@ -62,7 +62,7 @@ class Call:
     def sides(self) -> tuple[int, int]:
         """Window size to the left and to the right; -1: unbounded."""
         try:
-            numbers = [-1 if side is None else min(int(side), MOST_KEYS) for side in self.window]
+            numbers = [-1 if side is None else min(int(side), MAX_KEYS) for side in self.window]
         except (TypeError, ValueError):
             numbers = []
         if len(numbers) != 2 or min(numbers) < -1:

@@ -155,7 +155,7 @@ def tiles_of(task: Task) -> Tiles:
         # A page-table lookup takes half of the stages, and 8-bit keys halve the bytes of each.
         stages = 3 if task.page_table is None and task.q.dtype.itemsize == 2 else 5
     held = tokens * heads * (widths[0] + (0 if task.qv is None else widths[1])) * size
-    memory = min(TUNING.shared, gpu.program_memory(task.q.device) - TUNING.spare)
+    memory = min(TUNING.shared, gpu.max_shared_memory(task.q.device) - TUNING.spare)
     while held + stages * keys * sum(widths) * size > memory and stages * keys > 16:
         stages, keys = (stages - 1, keys) if stages > 1 else (1, keys // 2)
     warps = 8 if (tokens * heads > 64 and width > 64) or width > (256 if size == 2 else 64) else 4
@@ -180,7 +180,7 @@ def attend(task: Task) -> None:
     paging = _paging(task, tiles.keys)
     dtypes = {torch.float32: gpu.tl.float32, torch.float16: gpu.tl.float16}
     flash_kernel[(count * task.batch, columns, splits)](
-        **gpu.taken(flash_kernel, task.arguments()),
+        **gpu.select_arguments(flash_kernel, task.arguments()),
         **named_strides("k", k, "page", "slot", "head"),
         **named_strides("v", v, "page", "slot", "head"),
         keys=keys.blocks,
@@ -216,7 +216,7 @@ def attend(task: Task) -> None:
         padded = max(2, gpu.next_power_of_2(splits))
         block = merged_columns(padded, tiles.value_width)
         join_splits_kernel[(task.batch * task.max_seqlen_q, heads, tiles.value_width // block)](
-            **gpu.taken(join_splits_kernel, task.arguments()),
+            **gpu.select_arguments(join_splits_kernel, task.arguments()),
             part_o=part_o,
             part_lse=part_lse,
             o=o,
@@ -227,7 +227,7 @@ def attend(task: Task) -> None:
             PDL=pdl,
             num_warps=4 if splits > 16 else 2,
             **pdl_option(pdl),
-            **gpu.ONE_SUM,
+            **gpu.NO_FP_FUSION,
         )
 
 

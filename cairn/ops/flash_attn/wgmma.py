@@ -10,6 +10,7 @@ from __future__ import annotations
 from cairn.ops.flash_attn import kernels
 from cairn.ops.gpu import gl, gluon, hopper
 from cairn.ops.wgmma import (
+    arrive,
     base_of,
     clear,
     copy,
@@ -17,7 +18,6 @@ from cairn.ops.wgmma import (
     multiply,
     scaled,
     summed,
-    tell,
 )
 
 queries_of, keys_of = gluon.also(kernels.queries_of), gluon.also(kernels.keys_of)
@@ -147,7 +147,7 @@ def attend(
     hopper.mbarrier.wait(full.index(0), 0)
     logits = products(own_queries, cached_keys.index(0), none)
     logits = hopper.warpgroup_mma_wait(0, deps=[logits])
-    tell(free.index(0))
+    arrive(free.index(0))
     weights, best, _ = weights_of(logits, best, last, low, factor, 0)
     total = gl.sum(weights, 1)
     own = gl.convert_layout(weights.to(cached_keys.dtype), WEIGHTS)
@@ -159,7 +159,7 @@ def attend(
         hopper.mbarrier.wait(full.index(2 * before + 1), (block - 1) // STAGES & 1)
         acc = multiply(own, cached_values.index(before), acc)
         logits = hopper.warpgroup_mma_wait(1, deps=[logits])
-        tell(free.index(2 * stage))
+        arrive(free.index(2 * stage))
         weights, best, decay = weights_of(logits, best, last, low, factor, block * KEYS)
         total = total * decay + gl.sum(weights, 1)
         acc = scaled(summed(acc, free.index(2 * before + 1)), decay)

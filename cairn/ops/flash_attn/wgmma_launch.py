@@ -39,7 +39,7 @@ def fits(task: Task) -> bool:
         return False
     tokens, heads = _tile(task)
     programs = task.batch * -(-task.max_seqlen_q // tokens) * _columns(task, heads)
-    filled = programs >= TUNING.wgmma_full * gpu.processors(task.q.device)
+    filled = programs >= TUNING.wgmma_full * gpu.sm_count(task.q.device)
     return (
         tokens <= task.max_seqlen_q
         and filled
@@ -59,10 +59,10 @@ def attend(task: Task, length: int | None = None) -> None:
     if length is not None:
         arguments["capacity"] = length
     flash_groups_kernel[(count * task.batch, _columns(task, heads))](
-        **gpu.taken(flash_groups_kernel, arguments),
+        **gpu.select_arguments(flash_groups_kernel, arguments),
         o=task.o,
-        keys=gpu.tiles(keys.blocks, blocks),
-        values=gpu.tiles(values.blocks, blocks),
+        keys=gpu.gluon_descriptor(keys.blocks, blocks),
+        values=gpu.gluon_descriptor(values.blocks, blocks),
         tiles=count,
         lse_token=task.lse.stride(-1),
         k_page=keys.page,

@@ -187,21 +187,21 @@ def attend(
         return out, indices, scores, lse
     # Attends to the window in splits; scores every candidate; partial sums of the normalisers.
     scan_kernel[(plan.scans, job.groups, tokens)](
-        **gpu.taken(scan_kernel, arguments),
+        **gpu.select_arguments(scan_kernel, arguments),
         num_warps=4,
         num_stages=TUNING.fused_stages,
         **pdl_option(plan.pdl),
     )
     # Selects the best pages of each chunk and computes lse.
     pick_kernel[(plan.chunks, job.groups, tokens)](
-        **gpu.taken(pick_kernel, arguments),
+        **gpu.select_arguments(pick_kernel, arguments),
         num_warps=min(8, max(4, plan.chunk * job.group // TUNING.fused_warp_numbers)),
         **pdl_option(plan.pdl),
     )
     # Attends to the selected pages, appending their states to the window's, and stores the selected
     # pages and their scores.
     read_kernel[(plan.reads, job.groups, tokens)](
-        **gpu.taken(
+        **gpu.select_arguments(
             read_kernel,
             arguments
             | there._asdict()
@@ -301,10 +301,10 @@ def _whole(
     round_size = plan.scans + plan.chunks + plan.reads
     # Lag in rounds between the scan of a line and its selection, and again between that and reading
     # its pages.
-    abreast = TUNING.fused_abreast * gpu.processors(memory.out.device)
+    abreast = TUNING.fused_abreast * gpu.sm_count(memory.out.device)
     lag = 0 if lines * round_size <= abreast else -(-abreast // round_size)
     step_kernel[((lines + 2 * lag) * round_size,)](
-        **gpu.taken(step_kernel, arguments),
+        **gpu.select_arguments(step_kernel, arguments),
         counters=grid_barrier.counters(lines, memory.out.device),
         out=memory.out,
         reads=plan.reads,

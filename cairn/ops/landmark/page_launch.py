@@ -128,7 +128,7 @@ def attend_few(job: Pages) -> Tensor:
     counters = None if splits == 1 else grid_barrier.counters(lines, job.q.device)
     pdl = gpu.supports_pdl(job.q.device)
     kernels.pages_kernel[(splits, job.k_cache.shape[1], tokens)](
-        **gpu.taken(kernels.pages_kernel, job.arguments()),
+        **gpu.select_arguments(kernels.pages_kernel, job.arguments()),
         parts=parts,
         o=out,
         counters=counters,
@@ -200,15 +200,15 @@ def _attend_pairs(job: Pages) -> tuple[Tensor, Tensor]:
     }
     per_block = (-(-pairs // TUNING.page_block),)
     count, place, order = kernels.count_kernel, kernels.place_kernel, kernels.order_kernel
-    count[per_block](**gpu.taken(count, arguments), num_warps=4)
+    count[per_block](**gpu.select_arguments(count, arguments), num_warps=4)
     place[(-(-lines // TUNING.page_block),)](
-        **gpu.taken(place, arguments | {"lines": lines}), num_warps=4
+        **gpu.select_arguments(place, arguments | {"lines": lines}), num_warps=4
     )
-    order[per_block](**gpu.taken(order, arguments), num_warps=4)
+    order[per_block](**gpu.select_arguments(order, arguments), num_warps=4)
     half = job.q.dtype != torch.float32
     rows = TUNING.page_unit_rows if half else 32
     kernels.unit_kernel[(min(most, TUNING.page_unit_programs),)](
-        **gpu.taken(kernels.unit_kernel, arguments),
+        **gpu.select_arguments(kernels.unit_kernel, arguments),
         PAIRS=max(1, rows // job.group),
         POSITIVE=job.scale > 0,
         num_warps=4 if job.width * job.keys <= 8192 else 8,
@@ -222,11 +222,11 @@ def _reduce(job: Pages, parts: Tensor, places: Tensor, out: Tensor) -> None:
     tokens, topk = job.q.shape[0], job.indices.shape[-1]
     width = gpu.next_power_of_2(max(1, topk))
     kernels.reduce_kernel[(tokens * job.k_cache.shape[1],)](
-        **gpu.taken(kernels.reduce_kernel, job.arguments()),
+        **gpu.select_arguments(kernels.reduce_kernel, job.arguments()),
         parts=parts,
         places=places,
         o=out,
         STEP=max(1, min(4096 // (job.group * job.width), width)),
         num_warps=1,
-        **gpu.ONE_SUM,
+        **gpu.NO_FP_FUSION,
     )

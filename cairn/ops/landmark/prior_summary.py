@@ -83,7 +83,7 @@ def launch(call: Call, key: Tensor | None, bias: Tensor | None, by_page: bool) -
         WITH_BIAS=bias is not None,
         BY_PAGE=by_page,
         num_warps=min(8, max(1, width * keys // A_WARP)),
-        **gpu.ONE_SUM,
+        **gpu.NO_FP_FUSION,
     )
 
 

@@ -17,7 +17,7 @@ from cairn.ops.landmark.kernels import select as kernels
 from cairn.ops.landmark.kernels.scores import group_scores_kernel
 from cairn.ops.landmark.tuning import TUNING
 
-MOST_TOKENS = gpu.MOST_PROGRAMS // 16 * 16
+MAX_TOKENS = gpu.MAX_GRID_YZ // 16 * 16
 """Most tokens per launch."""
 
 
@@ -180,7 +180,7 @@ def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
     # again; whole tiles of tokens leave no part of a program idle.
     each = max(1, -(-tokens // max(1, rounds)))
     unit = 16 if few or each <= TUNING.select_tokens else TUNING.select_tokens
-    step = min(MOST_TOKENS, -(-each // unit) * unit)
+    step = min(MAX_TOKENS, -(-each // unit) * unit)
     # Normalisers take no workspace: of all tokens at once they fill a device.
     total = _normalisers(job) if job.normalised and not few else None
     for begin in range(0, tokens, step):
@@ -202,10 +202,10 @@ def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
     programs = max(1, min(-(-job.pages // tile), wanted))
     arguments = job.arguments() | {"u": u, "part_best": part_best, "part_sum": part_sum}
     kernels.score_kernel[(programs, job.groups, tokens)](
-        **gpu.taken(kernels.score_kernel, arguments), TILE=tile, num_warps=4
+        **gpu.select_arguments(kernels.score_kernel, arguments), TILE=tile, num_warps=4
     )
     choosers.choose_kernel[(job.groups, tokens)](
-        **gpu.taken(choosers.choose_kernel, arguments | _choosing(job)),
+        **gpu.select_arguments(choosers.choose_kernel, arguments | _choosing(job)),
         indices=indices,
         scores=scores,
         num_warps=4,
@@ -232,7 +232,7 @@ def _select_many(job: Selection, total: Tensor | None, indices: Tensor, scores: 
     few = min(TUNING.select_listed * shape["K"], shape["KB"] * job.block)
     arguments = job.arguments() | shape | {"pages": line, "blocks": blocks}
     choosers.choose_best_kernel[(job.groups, tokens)](
-        **gpu.taken(choosers.choose_best_kernel, arguments),
+        **gpu.select_arguments(choosers.choose_best_kernel, arguments),
         score=best,
         tops=tops,
         listed=job.empty(tokens, job.groups, few, dtype=torch.int32),
@@ -252,7 +252,7 @@ def _select_many(job: Selection, total: Tensor | None, indices: Tensor, scores: 
         return
     step = max(1, TUNING.select_tile_numbers // (job.group * job.width))
     kernels.rescore_kernel[(tokens, job.groups)](
-        **gpu.taken(kernels.rescore_kernel, arguments),
+        **gpu.select_arguments(kernels.rescore_kernel, arguments),
         indices=indices,
         scores=scores,
         STEP=min(step, gpu.next_power_of_2(job.topk)),
@@ -268,7 +268,7 @@ def _normalisers(job: Selection) -> Tensor:
     ahead = 2 if not half else 5 if job.width <= 64 else 3
     total = job.empty(heads, tokens)
     kernels.normaliser_kernel[(heads, -(-tokens // rows))](
-        **gpu.taken(kernels.normaliser_kernel, job.arguments()),
+        **gpu.select_arguments(kernels.normaliser_kernel, job.arguments()),
         total=total,
         tokens=tokens,
         TOKENS=rows,
@@ -300,10 +300,10 @@ def _score_in_groups(job: Selection, total: Tensor | None, best: Tensor, tops: T
     tokens = job.slot.numel()
     tiles = -(-tokens // TUNING.select_tokens)
     # One program uses all shared memory of a multiprocessor.
-    wave, most = gpu.processors(best.device), -(-job.pages // TUNING.select_tile)
+    wave, most = gpu.sm_count(best.device), -(-job.pages // TUNING.select_tile)
     programs = whole_waves(tiles * job.groups, wave, most)
     group_scores_kernel[(programs, job.groups, tiles)](
-        **gpu.taken(group_scores_kernel, _group_arguments(job, total, best, tops)),
+        **gpu.select_arguments(group_scores_kernel, _group_arguments(job, total, best, tops)),
         BLOCK=TUNING.select_tile,
         STAGES=TUNING.select_stages,
         num_warps=4,
@@ -336,7 +336,7 @@ def _score_groups(job: Selection, total: Tensor | None, best: Tensor, tops: Tens
     wanted = 2 * TUNING.select_programs if large else TUNING.select_programs
     programs = max(1, min(-(-job.pages // columns), -(-wanted // (tiles * job.groups))))
     kernels.group_kernel[(programs, job.groups, tiles)](
-        **gpu.taken(kernels.group_kernel, _group_arguments(job, total, best, tops)),
+        **gpu.select_arguments(kernels.group_kernel, _group_arguments(job, total, best, tops)),
         TOKENS=rows,
         BLOCK=columns,
         STAGES=stages,

@@ -36,7 +36,7 @@ def attend(
         return o, indices, scores, lse
     width = gpu.next_power_of_2(job.topk)
     short_scores_kernel[(heads, -(-tokens // TUNING.short_tokens))](
-        **gpu.taken(short_scores_kernel, job.arguments()),
+        **gpu.select_arguments(short_scores_kernel, job.arguments()),
         scores=scores,
         indices=indices,
         tokens=tokens,

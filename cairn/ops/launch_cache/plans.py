@@ -17,7 +17,7 @@ import torch
 from cairn.ops import gpu
 from cairn.ops.launch_cache.recording import PLAIN_TENSORS, Plan, Recording, call_of
 
-MOST_PLANS = 64
+MAX_PLANS = 64
 """Most signatures kept per op. All layers of a step have the same signature; steps differ in their
 number of tokens."""
 _is_compiling = torch.compiler.is_compiling
@@ -68,7 +68,7 @@ class Plans:
         device."""
         if self._unrecordable and _shapes(args) in self._unrecordable:
             return plainly(args, kwargs)
-        if gpu.watch.observer is not None or gpu.watch.order is not None or gpu.hooked():
+        if gpu.watch.observer is not None or gpu.watch.order is not None or gpu.has_launch_hooks():
             return plainly(args, kwargs)
         call = call_of(args, kwargs)
         if call is None or not gpu.is_current(call.device):
@@ -87,7 +87,7 @@ class Plans:
             result = plainly(args, kwargs)
         finally:
             gpu.watch.observer = None
-        if len(self._plans) >= MOST_PLANS:
+        if len(self._plans) >= MAX_PLANS:
             self.forget()
         self._useful = False
         plan = self._plans[call.signature] = recording.plan(result)
@@ -100,7 +100,7 @@ class Plans:
         before."""
         if self._useful or signature in self._seen:
             return True
-        if len(self._seen) >= MOST_PLANS:
+        if len(self._seen) >= MAX_PLANS:
             self._seen.clear()
         self._seen.add(signature)
         return False

@@ -250,7 +250,7 @@ class Recording:
             return None
         for step in self._steps:
             step.pieces = [number for number in step.pieces if number not in parts]
-        take = gpu.taking((size,), (1,), torch.uint8, self._call.tensors[0].device)
+        take = gpu.allocator((size,), (1,), torch.uint8, self._call.tensors[0].device)
         return _Shared(take, list(parts.values()))
 
     def _source(self, result: Any) -> int | None:
@@ -271,7 +271,7 @@ class Recording:
         if arg is gpu.STREAM:
             return len(self._call.tensors)
         if not isinstance(arg, Tensor):
-            return self._table(arg, step) if gpu.is_table(arg) else self._fresh(arg)
+            return self._table(arg, step) if gpu.is_descriptor(arg) else self._fresh(arg)
         if id(arg) in self._inputs:
             return self._inputs[id(arg)]
         storage = arg.untyped_storage()

@@ -172,11 +172,11 @@ def _scaled(draw: Draw, dtype: torch.dtype) -> Points:
             given = draw.args(x, weight.t(), draw.rand(rows), scale, draw.dtype)
             least = moved(x, weight, scale) + rows * outputs * draw.dtype.itemsize
             size = f"{rows} x {width} x {outputs}"
-            others = _by_cublas(draw, given) if rows > LEAST_ROWS else ()
+            others = _by_cublas(draw, given) if rows > MIN_ROWS else ()
             yield Point(size, given, least, 2.0 * rows * weight.numel(), others)
 
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """torch's products of 8-bit codes need more rows than this."""
 
 

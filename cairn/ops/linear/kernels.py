@@ -10,7 +10,7 @@ product, and the sums are divided by the root mean square after it. `bias` may b
 from __future__ import annotations
 
 from cairn.ops.gpu import tl, triton
-from cairn.ops.pdl import ask_for, await_previous, launch_next
+from cairn.ops.pdl import await_previous, launch_next, prefetch_l2
 
 
 @triton.jit
@@ -221,7 +221,7 @@ def panel_kernel(
     if PDL:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
         line = tl.minimum(tl.arange(0, LINES) * LINE, SPAN - LINE)
-        ask_for(base[:, None] + line[None, :])
+        prefetch_l2(base[:, None] + line[None, :])
     await_previous(PDL)
     t = tl.arange(0, TOKENS)
     k = tl.arange(0, PART)

@@ -59,14 +59,14 @@ def accepts(a: Tensor, b: Tensor) -> bool:
         a.stride(1) == 1
         and b.stride(0) == 1
         and a.shape[1] > 0
-        and (a.dtype == torch.int8 or a.device.type != "cuda" or gpu.knows_e4m3(a.device))
+        and (a.dtype == torch.int8 or a.device.type != "cuda" or gpu.supports_e4m3(a.device))
     )
 
 
 def multiplies_codes(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether kernels multiply rows x, in 16 bits, with codes of a dtype on tensor cores."""
     fast = gpu.AVAILABLE and x.is_cuda and x.dtype != torch.float32
-    return fast and (dtype == torch.int8 or gpu.knows_e4m3(x.device))
+    return fast and (dtype == torch.int8 or gpu.supports_e4m3(x.device))
 
 
 def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: torch.device) -> Tile:
@@ -74,7 +74,7 @@ def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: torch.device) 
     tiles = next((tiles for most, tiles in TILES if rows <= most), (LARGE[dtype],))
     if tiles is NARROW and dtype == E4M3 and gpu.supports_wgmma(device):
         tiles = TURNED
-    wanted = gpu.processors(device)
+    wanted = gpu.sm_count(device)
     fit = (tile for tile in tiles if -(-rows // tile.rows) * -(-outputs // tile.columns) >= wanted)
     return next(fit, tiles[-1])
 
@@ -143,4 +143,4 @@ def _is_table(x: Tensor) -> bool:
 
 
 def _table(x: Tensor, block: tuple[int, int]) -> object:
-    return gpu.blocks(x, tuple(x.shape), (x.stride(0), 1), block)
+    return gpu.tensor_descriptor(x, tuple(x.shape), (x.stride(0), 1), block)

@@ -86,7 +86,9 @@ def _fits(input: Tensor, weight: Tensor, gated: bool) -> bool:
     outputs, width = weight.shape
     rows = _tile_rows(outputs // (1 + gated), width, tokens, gated) * (1 + gated)
     line = gpu.next_power_of_2(width) * weight.element_size()
-    return (rows + tokens) * line + TUNING.skinny_scratch_bytes <= gpu.program_memory(input.device)
+    return (rows + tokens) * line + TUNING.skinny_scratch_bytes <= gpu.max_shared_memory(
+        input.device
+    )
 
 
 def _tile_rows(outputs: int, width: int, tokens: int, gated: bool) -> int:

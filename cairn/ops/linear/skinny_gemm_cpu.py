@@ -12,7 +12,7 @@ from cairn.ops.linear import loops
 from cairn.ops.linear.skinny_gemm import Around
 from cairn.ops.linear.tuning import TUNING
 
-MOST_ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 2}
+MAX_ROWS = {torch.float32: 16, torch.bfloat16: 4, torch.float16: 2}
 """Most rows for the loops, by dtype: with more, the library's product is faster (measured on two
 cores of an Intel Xeon with AMX)."""
 
@@ -21,7 +21,7 @@ def accepts(input: Tensor, weight: Tensor) -> bool:
     """Whether the loops support a product of input [..., K] with weight [N, K]."""
     width = weight.shape[1]
     return (
-        0 < input.numel() <= MOST_ROWS.get(input.dtype, 0) * width
+        0 < input.numel() <= MAX_ROWS.get(input.dtype, 0) * width
         and weight.numel() > 0
         and weight.is_contiguous()
     )

@@ -62,7 +62,7 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
         and weight.is_contiguous()
         and weight.shape[1] % TUNING.panel_part == 0
         and weight.numel() * weight.element_size() <= TUNING.panel_most_bytes
-        and _bytes(input) <= gpu.program_memory(input.device)
+        and _bytes(input) <= gpu.max_shared_memory(input.device)
     )
 
 

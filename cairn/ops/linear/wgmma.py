@@ -11,7 +11,7 @@ from __future__ import annotations
 from cairn.ops import pdl
 from cairn.ops.gpu import gl, gluon, hopper
 from cairn.ops.linear import kernels
-from cairn.ops.wgmma import copy, multiply, tell
+from cairn.ops.wgmma import arrive, copy, multiply
 
 await_previous = gluon.also(pdl.await_previous)
 launch_next = gluon.also(pdl.launch_next)
@@ -69,7 +69,7 @@ def sum_parts(
         upper = multiply(rows.index(2 * place), value, upper)
         lower = multiply(rows.index(2 * place + 1), value, lower)
         upper, lower = hopper.warpgroup_mma_wait(0, deps=[upper, lower])
-        tell(free.index(place))
+        arrive(free.index(place))
     if GATED:
         store_outputs(out, silu(upper) * lower, first, tokens, outputs, out_stride)
     else:

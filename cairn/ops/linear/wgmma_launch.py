@@ -28,7 +28,7 @@ def accepts(input: Tensor, weight: Tensor, gated: bool = False) -> bool:
     if not _fits(input, weight):
         return False
     filled = TUNING.wgmma_wide_filled if _tokens(input) > 32 and not gated else TUNING.wgmma_filled
-    enough = _programs(weight) >= filled * gpu.processors(input.device)
+    enough = _programs(weight) >= filled * gpu.sm_count(input.device)
     return enough and _aligned(input, weight)
 
 
@@ -86,7 +86,7 @@ def _tokens(input: Tensor) -> int:
 
 
 def _splits(input: Tensor, weight: Tensor) -> int:
-    wanted = TUNING.wgmma_split_filled[_tokens(input)] * gpu.processors(input.device)
+    wanted = TUNING.wgmma_split_filled[_tokens(input)] * gpu.sm_count(input.device)
     most = -(-weight.shape[1] // TUNING.wgmma_part) // TUNING.wgmma_fewest_parts
     return max(1, min(math.ceil(wanted / _programs(weight)), most))
 
@@ -111,7 +111,7 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, splits: int, gated: bool
     tokens, pdl = _tokens(input), gpu.supports_pdl(input.device)
     held = (2 * TUNING.wgmma_rows + tokens) * TUNING.wgmma_part * weight.element_size()
     stages = min(
-        TUNING.wgmma_stages, (gpu.program_memory(input.device) - TUNING.wgmma_spare) // held
+        TUNING.wgmma_stages, (gpu.max_shared_memory(input.device) - TUNING.wgmma_spare) // held
     )
     linear_groups_kernel[(_programs(weight), splits)](
         x=_table(input, tokens),
@@ -135,4 +135,6 @@ def _launch(input: Tensor, weight: Tensor, out: Tensor, splits: int, gated: bool
 
 def _table(lines: Tensor, rows: int) -> object:
     block = (rows, TUNING.wgmma_part)
-    return gpu.tiles(gpu.blocks(lines, lines.shape, lines.stride(), block), block)
+    return gpu.gluon_descriptor(
+        gpu.tensor_descriptor(lines, lines.shape, lines.stride(), block), block
+    )

@@ -102,7 +102,7 @@ def _fits(call: Call) -> bool:
     """Whether the kernels support the state's size and the number of sequences."""
     starts = call.cu_seqlens
     count = call.q.shape[0] if starts is None else starts.shape[0] - 1
-    return call.q.shape[3] <= launch.WIDEST and count <= launch.MOST_SEQUENCES
+    return call.q.shape[3] <= launch.WIDEST and count <= launch.MAX_SEQUENCES
 
 
 @gated_delta_rule.implementation("triton", devices=gpu.DEVICES, when=_fits)

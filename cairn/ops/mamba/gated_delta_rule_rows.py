@@ -142,7 +142,7 @@ def _run(spans: Sequence[range], tokens: Tokens, state: Tensor, out: Tensor) -> 
 @gated_delta_rule_rows.implementation(
     "triton",
     devices=gpu.DEVICES,
-    when=lambda call: call.q.shape[2] <= launch.WIDEST and len(call.slots) <= launch.MOST_SEQUENCES,
+    when=lambda call: call.q.shape[2] <= launch.WIDEST and len(call.slots) <= launch.MAX_SEQUENCES,
     replayed=True,
 )
 def _(call: Call) -> Tensor:

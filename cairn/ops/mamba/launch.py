@@ -15,7 +15,7 @@ from cairn.ops.mamba.kernels.recurrent import recurrent_kernel
 from cairn.ops.mamba.recurrence import CHUNK
 from cairn.ops.pdl import uses_pdl
 
-MOST_SEQUENCES = 1 << 12
+MAX_SEQUENCES = 1 << 12
 """Most sequences of a call: every program of the chunked rule searches all starts."""
 WIDEST = 256
 """Largest K of a state [V, K]: a program holds whole rows."""

@@ -12,8 +12,8 @@ from cairn.ops import gpu
 from cairn.ops.moe.kernels.align import begins_kernel, count_kernel, place_kernel, sort_kernel
 from cairn.ops.moe.tuning import TUNING
 
-MOST_BUCKETS = 4095
-LEAST_BUCKETS, LEAST_CHUNK = 32, 128
+MAX_BUCKETS = 4095
+MIN_BUCKETS, MIN_CHUNK = 32, 128
 """Fewest buckets, and fewest pairs, of a counting program: one bucket per thread of a warp, one
 pair per thread of four warps."""
 SCALES = 128
@@ -47,7 +47,7 @@ def accepts(ids: Tensor, buckets: int, *written: Tensor | None) -> bool:
     """Whether the kernels can sort these ids: contiguous, with no more buckets than a program
     counts."""
     dense = all(x is None or x.is_contiguous() for x in (ids, *written))
-    return dense and buckets <= MOST_BUCKETS
+    return dense and buckets <= MAX_BUCKETS
 
 
 def sort(
@@ -71,7 +71,7 @@ def sort(
         share: pairs are divided by it where they are stored (k gives the token's row).
         filled: padding rows are filled with the number of pairs.
     """
-    pairs, padded = ids.numel(), max(LEAST_BUCKETS, gpu.next_power_of_2(buckets + 1))
+    pairs, padded = ids.numel(), max(MIN_BUCKETS, gpu.next_power_of_2(buckets + 1))
     sizes1, sizes2, n, k = into.sizes or (None, None, 0, 0)
     of_pairs: dict[str, Any] = {
         "ids": ids,
@@ -106,7 +106,7 @@ def sort(
         **of_begins,
         **of_rows,
         room=into.order.shape[0],
-        C=max(LEAST_CHUNK, gpu.next_power_of_2(pairs)),
+        C=max(MIN_CHUNK, gpu.next_power_of_2(pairs)),
         ROWS=TUNING.sort_rows,
         FILLED=filled,
         num_warps=8,

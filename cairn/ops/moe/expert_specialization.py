@@ -120,13 +120,13 @@ def es_sm100_mxfp8_blockscaled_grouped_quant(
     owned, at = owner >= 0, owner.clamp(min=0)
     kept = torch.where(owned.unsqueeze(1), codes.view(torch.uint8), quant_output.view(torch.uint8))
     quant_output.view(torch.uint8).copy_(kept)
-    height, across = scale_factor.shape
+    height, scale_columns = scale_factor.shape
     place = torch.arange(rows, device=input.device) - expert_offsets.long()[at]
     place = torch.where(owned, place + blockscale_offsets.long()[at], height)
-    laid = nvfp4.untiled(scale_factor, height, across)
+    laid = nvfp4.untiled(scale_factor, height, scale_columns)
     # One extra row collects writes of rows without an expert.
     laid = torch.nn.functional.pad(laid, (0, 0, 0, 1))
-    columns = torch.nn.functional.pad(scale, (0, across - scale.shape[1]))
+    columns = torch.nn.functional.pad(scale, (0, scale_columns - scale.shape[1]))
     laid = laid.index_copy(0, place, columns)
     scale_factor.copy_(nvfp4.tiled(laid[:-1].view(E4M3)).view(torch.uint8))
 
@@ -158,14 +158,16 @@ def es_sm100_mxfp8_blockscaled_grouped_mm(
         BadArgument: for another shape, dtype or device.
     """
     rows, width = a.shape
-    across, outputs = width // BLOCK, b.shape[2]
+    scale_columns, outputs = width // BLOCK, b.shape[2]
     owner = owners(expert_offsets, problem_sizes[:, 0], rows)
     at = owner.clamp(min=0)
     place = torch.arange(rows, device=a.device) - expert_offsets.long()[at]
     place = (place + blockscale_offsets.long()[at]).clamp(0, max(sfa.shape[0] - 1, 0))
-    own = nvfp4.untiled(sfa.view(torch.uint8), sfa.shape[0], across)[place]
+    own = nvfp4.untiled(sfa.view(torch.uint8), sfa.shape[0], scale_columns)[place]
     x = a.float() * e8m0.decode(own).repeat_interleave(BLOCK, dim=1)
-    scales = nvfp4.untiled(sfb.view(torch.uint8).transpose(1, 2).contiguous(), outputs, across)
+    scales = nvfp4.untiled(
+        sfb.view(torch.uint8).transpose(1, 2).contiguous(), outputs, scale_columns
+    )
 
     def matrix(expert: int) -> Tensor:
         factor = e8m0.decode(scales[expert]).repeat_interleave(BLOCK, dim=1)
@@ -201,10 +203,10 @@ def _expect_tiles(name: str, argument: str, rows: int) -> None:
 def _(call: Call) -> None:
     name, x = "es_sm100_mxfp8_blockscaled_grouped_quant", call.input
     expect(name, "input", x, 2, FLOATS)
-    _, across = _expect_blocks(name, "input", x)
+    _, scale_columns = _expect_blocks(name, "input", x)
     _check_experts(name, call, x)
     expect(name, "quant_output", call.quant_output, x.shape, (E4M3,), x)
-    expect(name, "scale_factor", call.scale_factor, (None, across), (torch.uint8,), x, -1)
+    expect(name, "scale_factor", call.scale_factor, (None, scale_columns), (torch.uint8,), x, -1)
     _expect_tiles(name, "scale_factor", call.scale_factor.shape[0])
 
 
@@ -212,12 +214,12 @@ def _(call: Call) -> None:
 def _(call: Call) -> None:
     name, a = "es_sm100_mxfp8_blockscaled_grouped_mm", call.a
     expect(name, "a", a, 2, (E4M3,))
-    rows, across = _expect_blocks(name, "a", a)
+    rows, scale_columns = _expect_blocks(name, "a", a)
     experts = _check_experts(name, call, a)
     expect(name, "b", call.b, (experts, a.shape[1], None), (E4M3,), a)
     outputs = call.b.shape[2]
     expect(name, "output", call.output, (rows, outputs), FLOATS, a)
-    expect(name, "sfa", call.sfa, (None, across), SCALES, a, -1)
+    expect(name, "sfa", call.sfa, (None, scale_columns), SCALES, a, -1)
     _expect_tiles(name, "sfa", call.sfa.shape[0])
-    tall = nvfp4.padded(outputs, 0)[0]
-    expect(name, "sfb", call.sfb, (experts, across, tall), SCALES, a)
+    scale_rows = nvfp4.padded(outputs, 0)[0]
+    expect(name, "sfb", call.sfb, (experts, scale_columns, scale_rows), SCALES, a)

@@ -18,7 +18,7 @@ from cairn.ops.quantization.blocks import EPS
 from cairn.ops.quantization.codes import E4M3, E4M3_MAX
 
 RULE = quantization.Rule(-E4M3_MAX, E4M3_MAX, "e4m3", EPS, inverse=True)
-MOST_EXPERTS = align_launch.MOST_BUCKETS + 1
+MAX_EXPERTS = align_launch.MAX_BUCKETS + 1
 """Most experts for rows that are already sorted by expert."""
 _ALIGNED = 16
 """TMA needs addresses and row strides that are multiples of this many bytes."""
@@ -72,7 +72,7 @@ class Rows:
 def multiplies_fp8(x: Tensor, block: tuple[int, int]) -> bool:
     """Whether the kernels multiply 16-bit rows x with e4m3 matrices of this block size on tensor
     cores."""
-    fast = gpu.AVAILABLE and gpu.knows_e4m3(x.device) and x.dtype != torch.float32
+    fast = gpu.AVAILABLE and gpu.supports_e4m3(x.device) and x.dtype != torch.float32
     return fast and block == (GROUP, GROUP)
 
 
@@ -149,7 +149,7 @@ def multiply(
         TABLE=table,
         EVEN=width % tile.part == 0,
         PRECISION="ieee" if w.x.dtype == torch.float32 else "tf32",
-        HARDWARE=gpu.knows_e4m3(a.x.device),
+        HARDWARE=gpu.supports_e4m3(a.x.device),
         STAGES=tile.stages if rows.sizes is not None else None,
         EP=gpu.next_power_of_2(len(w.x)),
         PDL=pdl,
@@ -175,7 +175,7 @@ def _multiply_row(x: Tensor, w: Scaled, out: Tensor) -> None:
         w_scale_row=w.strides[0],
         BN=each,
         BLOCKS=padded,
-        HARDWARE=gpu.knows_e4m3(x.device),
+        HARDWARE=gpu.supports_e4m3(x.device),
         PDL=gpu.supports_pdl(x.device),
         num_warps=TUNING.vector_warps,
     )
@@ -198,7 +198,7 @@ def _is_table(w: Tensor) -> bool:
 
 def _table(w: Tensor, tile: Tile) -> object:
     shape = (w.shape[0] * w.shape[1], w.shape[2])
-    return gpu.blocks(w, shape, (w.shape[2], 1), (tile.columns, tile.part))
+    return gpu.tensor_descriptor(w, shape, (w.shape[2], 1), (tile.columns, tile.part))
 
 
 def tiles_for(w: Scaled, mean: float) -> tuple[Tile, Tile]:
@@ -212,7 +212,7 @@ def spread(tile: Tile, tiles: int, outputs: int, device: torch.device) -> Tile:
     outputs] would leave multiprocessors without a program."""
     columns = tile.columns
     if tile.rows <= TUNING.fewest_rows:
-        wanted = gpu.processors(device)
+        wanted = gpu.sm_count(device)
         while columns > TUNING.fewest_columns and tiles * -(-outputs // columns) < wanted:
             columns //= 2
     return tile._replace(columns=columns)

@@ -154,11 +154,19 @@ def _(call: Call) -> None:
     _expect_codes(name, "a_fp4", a, (None, None))
     expect(name, "b_fp4", b, (None, None, a.shape[1]), BYTES, a)
     experts, outputs, _ = b.shape
-    tall, across = nvfp4.padded(outputs, 2 * a.shape[1] // nvfp4.BLOCK)
-    expect(name, "a_blockscale", call.a_blockscale, (None, across), (E4M3,), a, -1)
+    scale_rows, scale_columns = nvfp4.padded(outputs, 2 * a.shape[1] // nvfp4.BLOCK)
+    expect(name, "a_blockscale", call.a_blockscale, (None, scale_columns), (E4M3,), a, -1)
     if call.a_blockscale.shape[0] % nvfp4.TILE_ROWS:
         refuse(name, "a_blockscale", f"has shape {list(call.a_blockscale.shape)}, no whole tiles")
-    expect(name, "b_blockscale", call.b_blockscale, (experts, tall, across), (E4M3,), a, -1)
+    expect(
+        name,
+        "b_blockscale",
+        call.b_blockscale,
+        (experts, scale_rows, scale_columns),
+        (E4M3,),
+        a,
+        -1,
+    )
     expect(name, "alphas", call.alphas, (experts,), (torch.float32,), a)
     _expect_dtype(name, call.out_dtype)
     expect(name, "problem_sizes", call.problem_sizes, (experts, 3), INT32, a)

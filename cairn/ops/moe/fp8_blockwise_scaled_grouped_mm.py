@@ -91,7 +91,7 @@ def _(call: Call) -> None:
         and call.b.transpose(1, 2).is_contiguous()
         and call.problem_sizes.is_contiguous()
         and call.expert_offsets.is_contiguous()
-        and call.b.shape[0] <= experts_launch.MOST_EXPERTS
+        and call.b.shape[0] <= experts_launch.MAX_EXPERTS
     ),
     replayed=True,
 )

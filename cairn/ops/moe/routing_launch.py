@@ -11,8 +11,8 @@ from cairn.ops import gpu
 from cairn.ops.moe.kernels.routing import routing_kernel
 from cairn.ops.pdl import uses_pdl
 
-MOST_EXPERTS = 4096
-MOST_CHOSEN = 64
+MAX_EXPERTS = 4096
+MAX_CHOSEN = 64
 EXPERTS_A_WARP = 512
 
 
@@ -47,7 +47,7 @@ class Rule:
 
 def accepts(gating: Tensor, *vectors: Tensor | None, topk: int) -> bool:
     """Whether the kernel can read gating [T, E] and the biases."""
-    near = gating.stride(1) == 1 and gating.shape[1] <= MOST_EXPERTS and topk <= MOST_CHOSEN
+    near = gating.stride(1) == 1 and gating.shape[1] <= MAX_EXPERTS and topk <= MAX_CHOSEN
     return near and all(x is None or x.is_contiguous() for x in vectors)
 
 

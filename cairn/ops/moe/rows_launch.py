@@ -8,7 +8,7 @@ from cairn.ops import gpu
 from cairn.ops.moe.kernels.rows import gather_rows_kernel, sum_rows_kernel
 from cairn.ops.pdl import uses_pdl
 
-MOST_ADDED = 64
+MAX_ADDED = 64
 """Most rows per token that are summed."""
 BLOCK, WARPS = 1024, 4
 SUM_NUMBERS = 4096
@@ -40,7 +40,7 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def fits(topk: int) -> bool:
     """Whether `sum_rows` can sum `topk` rows per token."""
-    return topk <= MOST_ADDED
+    return topk <= MAX_ADDED
 
 
 def adds(out: Tensor, topk: int, *vectors: Tensor | None) -> bool:

@@ -12,7 +12,7 @@ def fp8_by_integers(x, E4M3: tl.constexpr):
     nearest, ties to even; NaN stays. For devices without the conversion."""
     DROPPED: tl.constexpr = 20 if E4M3 else 21
     LARGEST: tl.constexpr = 0x43E00000 if E4M3 else 0x47600000
-    LEAST_NORMAL: tl.constexpr = 0x3C800000 if E4M3 else 0x38800000
+    MIN_NORMAL: tl.constexpr = 0x3C800000 if E4M3 else 0x38800000
     # The difference of the exponents' biases.
     BIAS: tl.constexpr = (120 << 3) if E4M3 else (112 << 2)
     # Added to it, a number below the least normal one is rounded to the step of subnormal ones.
@@ -24,7 +24,7 @@ def fp8_by_integers(x, E4M3: tl.constexpr):
     half: tl.constexpr = (1 << (DROPPED - 1)) - 1
     normal = ((cut + half + ((cut >> DROPPED) & 1)) >> DROPPED) - BIAS
     small = (cut.to(tl.float32, bitcast=True) + ANCHOR).to(tl.int32, bitcast=True) & 0xF
-    byte = tl.where(cut < LEAST_NORMAL, small, normal)
+    byte = tl.where(cut < MIN_NORMAL, small, normal)
     return sign | tl.where(bits > 0x7F800000, 0x7F, byte)
 
 

@@ -20,12 +20,12 @@ MANY = 1 << 21
 NUMBERS_A_WARP = 512
 WIDEST = 1 << 15
 """Most elements of a group."""
-MOST_GROUPS = 1 << 30
+MAX_GROUPS = 1 << 30
 ROUNDED = {"enable_fp_fusion": False}
 """Launch option of kernels that need products rounded before they are added: no FMA."""
 AMAX_BLOCK, AMAX_WARPS = 4096, 8
 """Elements per program and iteration for the largest magnitude, and its warps."""
-MOST_PARTS = 512
+MAX_PARTS = 512
 ONE_PROGRAM = 1 << 14
 """Elements of a tensor of which one program finds the largest magnitude."""
 
@@ -56,7 +56,7 @@ def accepts(input: Tensor, output_q: Tensor, group: int, masked_m: Tensor | None
     """Rows that the kernel takes."""
     near = input.stride(-1) == 1 and output_q.is_contiguous()
     mask = masked_m is None or masked_m.is_contiguous()
-    few = output_q.numel() < group * MOST_GROUPS
+    few = output_q.numel() < group * MAX_GROUPS
     return near and mask and few and input.dim() in (2, 3) and 0 < group <= WIDEST
 
 
@@ -92,7 +92,7 @@ def quantize(
     tiles = columns // tile
     programs = tiles * -(-total * tile // lines)
     warps = max(1, min(16, lines * block // NUMBERS_A_WARP))
-    hardware = gpu.knows_e4m3(input.device)
+    hardware = gpu.supports_e4m3(input.device)
     e4m3 = rule.rounding == "e4m3" and (rule.low, rule.high) == (-E4M3_MAX, E4M3_MAX)
     pdl = uses_pdl(input.device, 1, programs * warps)
     groups_kernel[(programs,)](
@@ -130,13 +130,13 @@ def quantize(
 
 
 def amax_parts(x: Tensor) -> Tensor:
-    """Bits [at most MOST_PARTS] int32 of magnitudes, the largest of which is that of x.
+    """Bits [at most MAX_PARTS] int32 of magnitudes, the largest of which is that of x.
 
     Args:
         x: contiguous, float32, bfloat16 or float16.
     """
     count = x.numel()
-    programs = min(max(1, -(-count // AMAX_BLOCK)), MOST_PARTS)
+    programs = min(max(1, -(-count // AMAX_BLOCK)), MAX_PARTS)
     parts = gpu.empty((programs,), torch.int32, x.device)
     pdl = uses_pdl(x.device, 1, programs * AMAX_WARPS)
     amax_kernel[(programs,)](

@@ -94,10 +94,12 @@ def tiled(scales: Tensor) -> Tensor:
 
 def untiled(stored: Tensor, rows: int, columns: int) -> Tensor:
     """The inverse of `tiled`: scales [.., rows, columns] of any dtype of one byte."""
-    tall, wide = stored.shape[-2:]
+    padded_rows, padded_columns = stored.shape[-2:]
     raw = stored.view(torch.uint8).flatten(-2)
-    tiles = raw.unflatten(-1, (tall // TILE_ROWS, wide // TILE_COLUMNS, 32, 4, TILE_COLUMNS))
-    laid = tiles.transpose(-4, -2).reshape(*stored.shape[:-2], tall, wide)
+    tiles = raw.unflatten(
+        -1, (padded_rows // TILE_ROWS, padded_columns // TILE_COLUMNS, 32, 4, TILE_COLUMNS)
+    )
+    laid = tiles.transpose(-4, -2).reshape(*stored.shape[:-2], padded_rows, padded_columns)
     return laid[..., :rows, :columns].view(stored.dtype)
 
 

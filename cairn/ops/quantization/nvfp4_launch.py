@@ -10,7 +10,7 @@ from cairn.ops.quantization.codes import E4M3
 from cairn.ops.quantization.kernels import nvfp4_rows_kernel
 from cairn.ops.quantization.nvfp4 import BLOCK, TILE_COLUMNS, padded
 
-MOST_BLOCKS = 256
+MAX_BLOCKS = 256
 """Blocks per program."""
 BLOCKS_A_WARP, EXPERTS_A_WARP = 32, 128
 """Blocks per warp, without and with a search of the row's expert."""
@@ -18,14 +18,14 @@ BLOCKS_A_WARP, EXPERTS_A_WARP = 32, 128
 
 def in_rows(x: Tensor, groups: int, *others: Tensor) -> bool:
     """Whether the kernels take x [.., K] with this many groups of rows."""
-    few = groups <= gpu.MOST_PROGRAMS
-    few = few and x.shape[-1] <= gpu.MOST_PROGRAMS * MOST_BLOCKS * BLOCK
+    few = groups <= gpu.MAX_GRID_YZ
+    few = few and x.shape[-1] <= gpu.MAX_GRID_YZ * MAX_BLOCKS * BLOCK
     return few and x.stride(-1) == 1 and all(one.is_contiguous() for one in others)
 
 
 def programs_of(columns: int, a_warp: int = BLOCKS_A_WARP) -> tuple[int, int, int]:
     """Blocks and warps per program, and programs per row, for this many columns of scales."""
-    blocks = min(MOST_BLOCKS, gpu.next_power_of_2(columns))
+    blocks = min(MAX_BLOCKS, gpu.next_power_of_2(columns))
     return blocks, max(1, blocks // a_warp), -(-columns // blocks)
 
 
@@ -42,12 +42,12 @@ def quantize(
     """
     *groups, rows, width = x.shape
     blocks = width // BLOCK // (1 + gated)
-    tall, wide = padded(rows, blocks)
+    padded_rows, padded_columns = padded(rows, blocks)
     codes = gpu.empty((*groups, rows, blocks * BLOCK // 2), torch.uint8, x.device)
-    scales = gpu.empty((*groups, tall, wide), E4M3, x.device)
-    own, warps, programs = programs_of(wide)
+    scales = gpu.empty((*groups, padded_rows, padded_columns), E4M3, x.device)
+    own, warps, programs = programs_of(padded_columns)
     if scales.numel():
-        nvfp4_rows_kernel[(tall, programs, *groups)](
+        nvfp4_rows_kernel[(padded_rows, programs, *groups)](
             x=x,
             codes=codes.view(torch.int32),
             scales=scales.view(torch.uint8),
@@ -55,7 +55,7 @@ def quantize(
             mask=mask,
             rows=rows,
             blocks=blocks,
-            tiles=wide // TILE_COLUMNS,
+            tiles=padded_columns // TILE_COLUMNS,
             x_group=x.stride(0) if groups else 0,
             x_row=x.stride(-2),
             T=own,

@@ -95,11 +95,11 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
     x, experts = call.input_tensor, call.input_global_scale.shape[0]
     rows = x.shape[0] if call.expert_map is None else call.expert_map.shape[0]
     blocks = x.shape[1] // nvfp4.BLOCK
-    tall, wide = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, blocks)
+    padded_rows, padded_columns = nvfp4.padded(rows + nvfp4.TILE_ROWS * experts, blocks)
     codes = gpu.empty((rows, x.shape[1] // 2), torch.uint8, x.device)
-    scales = gpu.empty((tall, wide), E4M3, x.device)
-    own, warps, programs = programs_of(wide, EXPERTS_A_WARP)
-    nvfp4_experts_kernel[(tall, programs)](
+    scales = gpu.empty((padded_rows, padded_columns), E4M3, x.device)
+    own, warps, programs = programs_of(padded_columns, EXPERTS_A_WARP)
+    nvfp4_experts_kernel[(padded_rows, programs)](
         x=x,
         codes=codes.view(torch.int32),
         scales=scales.view(torch.uint8),
@@ -109,7 +109,7 @@ def _(call: Call) -> tuple[Tensor, Tensor]:
         order=call.expert_map,
         rows=rows,
         blocks=blocks,
-        tiles=wide // nvfp4.TILE_COLUMNS,
+        tiles=padded_columns // nvfp4.TILE_COLUMNS,
         experts=experts,
         x_row=x.stride(0),
         T=own,

@@ -86,7 +86,7 @@ def _(call: Call) -> None:
         high=E4M3_MAX,
         PARTS=gpu.next_power_of_2(number_of_parts),
         BLOCK=block,
-        HARDWARE=gpu.knows_e4m3(call.input.device),
+        HARDWARE=gpu.supports_e4m3(call.input.device),
         PDL=pdl,
         num_warps=warps,
     )

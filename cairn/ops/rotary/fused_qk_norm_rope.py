@@ -22,7 +22,7 @@ AT_ONCE, WARPS = 8, 4
 """Heads per iteration of a program, and its warps."""
 MANY_TOKENS = 512
 """From this many tokens on, one program processes all heads of a token."""
-LEAST_RAMP = 0.001
+MIN_RAMP = 0.001
 """Width of YaRN's ramp where `low` equals `high`."""
 
 
@@ -84,7 +84,7 @@ def fused_qk_norm_rope(
 
 
 def _end(low: float, high: float) -> float:
-    return high if abs(high - low) > 1e-6 else low + LEAST_RAMP
+    return high if abs(high - low) > 1e-6 else low + MIN_RAMP
 
 
 @fused_qk_norm_rope.check

@@ -14,7 +14,7 @@ from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_parameter
 from cairn.ops.sampling.kernels.adjust import penalties_kernel
-from cairn.ops.sampling.launch import MOST_ROWS
+from cairn.ops.sampling.launch import MAX_ROWS
 
 BLOCK, WARPS, ALIGNED = 512, 4, 32
 """Tokens and warps per program; programs begin at multiples of ALIGNED elements in memory."""
@@ -68,7 +68,7 @@ def _lines(call: Call) -> bool:
     rows = (call.logits, call.prompt_mask, call.output_counts)
     single = (call.presence, call.frequency, call.repetition)
     near = all(t.stride(1) == 1 for t in rows) and all(t.is_contiguous() for t in single)
-    return near and len(call.logits) <= MOST_ROWS
+    return near and len(call.logits) <= MAX_ROWS
 
 
 @apply_penalties.implementation("triton", devices=gpu.DEVICES, when=_lines, replayed=True)

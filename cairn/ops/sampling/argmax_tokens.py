@@ -34,7 +34,7 @@ def _(call: Call) -> None:
 
 
 def _accepts(call: Call) -> bool:
-    return launch.accepts(call.logits) and call.logits.shape[0] <= launch.MOST_ROWS
+    return launch.accepts(call.logits) and call.logits.shape[0] <= launch.MAX_ROWS
 
 
 @argmax_tokens.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)

@@ -95,7 +95,7 @@ def _accepts(call: Call) -> bool:
     if call.indices is None:
         return launch.accepts(call.probs, call.uniform, *given)
     near = call.uniform.is_contiguous() and call.indices.is_contiguous()
-    near = near and len(call.probs) <= launch.MOST_ROWS
+    near = near and len(call.probs) <= launch.MAX_ROWS
     return near and launch.accepts(call.probs, *given)
 
 

@@ -17,9 +17,9 @@ from cairn.ops.sampling.kernels.collect import collect_kernel
 from cairn.ops.sampling.kernels.keep import keep_kernel, limits_kernel
 from cairn.ops.sampling.tuning import TUNING
 
-MOST_VOCABULARY = 1 << 19
+MAX_VOCABULARY = 1 << 19
 """Counts of a row are packed into 20 bits."""
-MOST_ROWS = gpu.MOST_PROGRAMS
+MAX_ROWS = gpu.MAX_GRID_YZ
 """Rows of one launch."""
 
 
@@ -92,7 +92,7 @@ class Source:
     @property
     def most_rows(self) -> int:
         """As many rows as lists are held for at a time."""
-        return min(MOST_ROWS, max(1, TUNING.workspace_bytes // (4 * self.chunk * TUNING.chunks)))
+        return min(MAX_ROWS, max(1, TUNING.workspace_bytes // (4 * self.chunk * TUNING.chunks)))
 
     def list_options(self) -> dict[str, Any]:
         """Arguments of kernels that list rows, and options of their launch."""
@@ -110,7 +110,7 @@ class Source:
             "TRIALS": TUNING.trials,
             "ABREAST": max(1, min(TUNING.abreast, TUNING.ahead // self.chunk)),
             "WIDTH": TUNING.width,
-            "MOST_LINES": TUNING.most_lines,
+            "MAX_LINES": TUNING.most_lines,
         }
 
     def part(self, at: slice) -> Source:
@@ -155,7 +155,7 @@ def accepts(
         values.dim() == 2
         and values.dtype in dtypes
         and values.stride(1) == 1
-        and 0 < values.shape[1] <= MOST_VOCABULARY
+        and 0 < values.shape[1] <= MAX_VOCABULARY
         and all(p.shape == values.shape[:1] and p.is_contiguous() for p in parameters)
     )
 
@@ -188,7 +188,7 @@ def draw(
     """
     rows = len(source.values)
     out = gpu.empty((rows,), dtype, source.values.device)
-    step = MOST_ROWS if filters.none else source.most_rows
+    step = MAX_ROWS if filters.none else source.most_rows
     if rows <= step:
         _draw(source, filters, seed, index, out)
         return out

@@ -57,7 +57,7 @@ def _(call: Call) -> None:
 
 def _accepts(call: Call) -> bool:
     near = call.logits.stride(1) == 1 and call.tokens.is_contiguous()
-    return near and call.logits.shape[0] * -(-call.logits.shape[1] // CHUNK) <= gpu.MOST_PROGRAMS
+    return near and call.logits.shape[0] * -(-call.logits.shape[1] // CHUNK) <= gpu.MAX_GRID_YZ
 
 
 @score_tokens.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)

@@ -51,7 +51,7 @@ def warps_of(block: int) -> int:
 
 def registers_of(programs: int, device: torch.device) -> dict[str, int]:
     """The launch option that limits registers per thread where programs share multiprocessors."""
-    return {"maxnreg": TUNING.registers} if programs > gpu.processors(device) else {}
+    return {"maxnreg": TUNING.registers} if programs > gpu.sm_count(device) else {}
 
 
 def list_rows(

@@ -31,7 +31,7 @@ class SelectKTuning(Tuning):
     registers: int = 64
     """Of a thread that lists, and of one that chooses where rows share multiprocessors: more
     programs lie beside each other. Equal scores, which most rows do not have, would take more."""
-    mask_rows: int = gpu.MOST_PROGRAMS
+    mask_rows: int = gpu.MAX_GRID_YZ
     """Rows of one launch, at most."""
     mask_block: int = 2048
     mask_warps: int = 4

@@ -143,7 +143,7 @@ def single_columns_kernel(
 
 
 @triton.jit
-def meet(
+def softmax_step(
     query, best, total, acc, k_head, v_head, k_token, v_token, t, inside, place, factor, cap,
     DIM: tl.constexpr, DP: tl.constexpr, CAUSAL: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -227,7 +227,7 @@ def attend_listed_kernel(
         following = tl.load(offsets + block + 1, mask=block + 1 < blocks, other=2147483647)
         t = begin + step % parts * KEYS + n
         inside = (t >= 0) & (t < tl.minimum(limit, following))
-        best, total, acc = meet(
+        best, total, acc = softmax_step(
             asked, best, total, acc, k_at, v_at, k_token, v_token, t, inside, place, factor, cap,
             DIM, DP, CAUSAL, CAPPED, PRECISION,
         )  # fmt: skip
@@ -235,7 +235,7 @@ def attend_listed_kernel(
         there = start + n < columns
         t = tl.load(listed + start + n, mask=there, other=-1)
         inside = (t >= 0) & (t < limit)
-        best, total, acc = meet(
+        best, total, acc = softmax_step(
             asked, best, total, acc, k_at, v_at, k_token, v_token, t, inside, place, factor, cap,
             DIM, DP, CAUSAL, CAPPED, PRECISION,
         )  # fmt: skip

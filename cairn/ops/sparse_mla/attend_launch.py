@@ -17,7 +17,7 @@ from cairn.ops.sparse_mla.kernels.attend import accumulate_kernel, merge_kernel
 from cairn.ops.sparse_mla.kernels.groups import cells_groups_kernel
 from cairn.ops.sparse_mla.tuning import TUNING
 
-MOST_LATENT = 512
+MAX_LATENT = 512
 GROUP_HEADS = 64
 """Heads per program of `cells_groups_kernel`, and candidates per block."""
 
@@ -33,7 +33,7 @@ class Candidates:
             slot of the token's row.
         table, row: page table, and each token's row in it; used where `cells` is None.
         begin: [T], first candidate of each token; None: 0.
-        more, more_cache: further candidates, appended to these, in another cache; see
+        extra, extra_cache: further candidates, appended to these, in another cache; see
             `side_by_side`.
     """
 
@@ -43,21 +43,21 @@ class Candidates:
     table: Tensor | None = None
     row: Tensor | None = None
     begin: Tensor | None = None
-    more: Candidates | None = None
-    more_cache: Tensor | None = None
+    extra: Candidates | None = None
+    extra_cache: Tensor | None = None
 
 
 def accepts(q: Tensor, cache: Tensor, latent: int) -> bool:
     """Whether the kernel can read these queries and records."""
     rope, quantized = q.shape[2] - latent, records.is_quantized(cache)
-    if latent > MOST_LATENT or q.stride(2) != 1:
+    if latent > MAX_LATENT or q.stride(2) != 1:
         return False
     if not quantized:
         return True
     if not rope and records.whole_latent(latent, cache.shape[2]) is None:
         return False
     even = rope % 2 == 0 and all(n % 4 == 0 for n in (*cache.stride()[:2], cache.storage_offset()))
-    return even and (gpu.INTERPRETED or gpu.knows_e4m3(q.device))
+    return even and (gpu.INTERPRETED or gpu.supports_e4m3(q.device))
 
 
 def is_flat(cache: Tensor) -> bool:
@@ -65,11 +65,11 @@ def is_flat(cache: Tensor) -> bool:
     return cache.stride(0) == cache.shape[1] * cache.stride(1)
 
 
-def side_by_side(cache: Tensor, more: Tensor) -> bool:
+def side_by_side(cache: Tensor, other: Tensor) -> bool:
     """Whether one kernel can read records of both caches: both have the same stride between records
     and are aligned to 16 bytes."""
-    even = is_traced(cache) or all(x.data_ptr() % 16 == 0 for x in (cache, more))
-    return even and is_flat(cache) and is_flat(more) and cache.stride(1) == more.stride(1)
+    even = is_traced(cache) or all(x.data_ptr() % 16 == 0 for x in (cache, other))
+    return even and is_flat(cache) and is_flat(other) and cache.stride(1) == other.stride(1)
 
 
 def _tiles(latent: int, quantized: bool) -> tuple[int, int]:
@@ -123,7 +123,7 @@ def attend(
     keys = TUNING.single_keys if single else TUNING.keys
     columns = -(-heads // lines)
     second = _second(candidates)
-    blocks = -(-max(1, candidates.most + second["more_most"]) // keys)
+    blocks = -(-max(1, candidates.most + second["extra_most"]) // keys)
     splits = 1 if with_peaks else _splits(tokens, columns, blocks, lines < TUNING.heads)
     part_o, part_lse = o, lse
     if splits > 1:
@@ -180,20 +180,20 @@ def attend(
 
 def _second(candidates: Candidates) -> dict[str, Any]:
     """Arguments of `accumulate_kernel` for a second list of candidates."""
-    more, cache = candidates.more, candidates.more_cache
+    extra, cache = candidates.extra, candidates.extra_cache
     return {
-        "more": cache,
-        "more_cells": None if more is None else more.cells,
-        "more_ends": None if more is None else more.end,
-        "more_most": 0 if more is None else more.most,
-        "more_capacity": 0 if cache is None else cache.shape[0] * cache.shape[1],
+        "extra_cache": cache,
+        "extra_cells": None if extra is None else extra.cells,
+        "extra_ends": None if extra is None else extra.end,
+        "extra_most": 0 if extra is None else extra.most,
+        "extra_capacity": 0 if cache is None else cache.shape[0] * cache.shape[1],
     }
 
 
 def fits_groups(q: Tensor, cache: Tensor, candidates: Candidates, latent: int) -> bool:
     """Whether `cells_groups_kernel` applies: Hopper, 512 + 64 elements per record, lists of
     cells."""
-    if candidates.cells is None or candidates.more or (latent, q.shape[2]) != (512, 576):
+    if candidates.cells is None or candidates.extra or (latent, q.shape[2]) != (512, 576):
         return False
     if q.dtype not in (torch.bfloat16, torch.float16) or records.is_quantized(cache):
         return False
@@ -216,7 +216,7 @@ def _attend_in_groups(
     assert cells is not None
     columns = -(-heads // GROUP_HEADS)
     most = max(1, candidates.most // (4 * GROUP_HEADS))
-    splits = whole_waves(columns * tokens, gpu.processors(q.device), most)
+    splits = whole_waves(columns * tokens, gpu.sm_count(q.device), most)
     part_o, part_lse = o, lse
     if splits > 1:
         part_o = gpu.empty((tokens, heads, splits, o.shape[2]), torch.float32, q.device)
@@ -261,5 +261,5 @@ def _merge(part_o: Tensor, part_lse: Tensor, sink: Tensor | None, o: Tensor, lse
         PDL=pdl,
         num_warps=2,
         **pdl_option(pdl),
-        **gpu.ONE_SUM,
+        **gpu.NO_FP_FUSION,
     )

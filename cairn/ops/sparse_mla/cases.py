@@ -252,7 +252,7 @@ def _(make: Make) -> Cases:
         further = make.randint(-2, 5 * size, 6, 9, dtype=torch.int32)
         count = make.tensor([9, 4, 0, 12, -1, 5], torch.int32)
         for both in ((cache, cache[:4].clone()), (small, small[2:6].clone())):
-            more = {"more_cache": both[1], "more_cells": further, "more_length": count}
+            more = {"extra_cache": both[1], "extra_cells": further, "extra_length": count}
             yield make.args(q, both[0], *given[2:], sink=sink, **more)
         wide = make.randn(6, 2 * heads, latent + rope, dtype=dtype)[:, ::2]
         yield make.args(wide, cache, cells, length, 0.1, latent, sink)

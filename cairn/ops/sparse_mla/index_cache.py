@@ -22,9 +22,9 @@ from cairn.ops.quantization.codes import E4M3, E4M3_MAX, e4m3, scale_for
 
 TILE = 16
 """Tokens, and dims, per tile of the preshuffled layout."""
-MOST_ROTATED = 256
+MAX_ROTATED = 256
 SCALE_BYTES = 4
-LEAST_AMAX = 1e-4
+MIN_AMAX = 1e-4
 """Lower bound of max |k| in the scale, so that a key of zeros has a scale."""
 
 
@@ -69,7 +69,7 @@ def quantize(k: Tensor, scale_ue8m0: bool) -> tuple[Tensor, Tensor]:
     are rounded to the nearest, ties to even.
     """
     k = k.float()
-    scale = scale_for(k.abs().amax(dim=-1).clamp(min=LEAST_AMAX), E4M3_MAX)
+    scale = scale_for(k.abs().amax(dim=-1).clamp(min=MIN_AMAX), E4M3_MAX)
     if scale_ue8m0:
         scale = e8m0.power_of_two(scale)
     return e4m3(k / scale.unsqueeze(-1)), scale
@@ -77,8 +77,8 @@ def quantize(k: Tensor, scale_ue8m0: bool) -> tuple[Tensor, Tensor]:
 
 def check_rotation(op: str, dim: int) -> None:
     """Raise BadArgument unless `dim` has a supported Hadamard matrix."""
-    if dim & (dim - 1) or not TILE <= dim <= MOST_ROTATED:
-        refuse(op, "hadamard", f"is True, but {dim} is no power of two from 16 to {MOST_ROTATED}")
+    if dim & (dim - 1) or not TILE <= dim <= MAX_ROTATED:
+        refuse(op, "hadamard", f"is True, but {dim} is no power of two from 16 to {MAX_ROTATED}")
 
 
 def rotate(k: Tensor) -> Tensor:

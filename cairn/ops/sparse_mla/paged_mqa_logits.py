@@ -162,7 +162,7 @@ def _fits(call: Call) -> bool:
 @paged_mqa_logits_into.implementation("triton", devices=gpu.DEVICES, when=_fits)
 def _(call: Call) -> None:
     keys = score_launch.Keys.of_cache(call.cache, call.q.shape[2], call.preshuffled)
-    seen = score_launch.Seen(
+    seen = score_launch.KeyRange(
         None, call.context, call.logits.shape[1], call.page_table, call.row, call.least
     )
     score_launch.score(call.q, call.weights, keys, seen, call.logits, call.chunked)

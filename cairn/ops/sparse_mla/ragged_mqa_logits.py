@@ -127,7 +127,7 @@ def _fits(call: Call) -> bool:
 @ragged_mqa_logits_into.implementation("triton", devices=gpu.DEVICES, when=_fits)
 def _(call: Call) -> None:
     keys = score_launch.Keys(call.k, call.scale, call.k.stride(0), 1)
-    seen = score_launch.Seen(call.start, call.end, len(call.k), compact=call.compact)
+    seen = score_launch.KeyRange(call.start, call.end, len(call.k), compact=call.compact)
     score_launch.score(call.q, call.weights, keys, seen, call.logits, chunked=True)
 
 

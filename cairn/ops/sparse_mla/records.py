@@ -25,7 +25,7 @@ TILE = 128
 """Elements of a latent per scale."""
 WHOLE_TILE, WHOLE_SCALES = 64, 8
 """Second format: elements per scale, and the multiple to which the number of scales is padded."""
-LEAST_SCALE = 1e-4
+MIN_SCALE = 1e-4
 """Lower bound of scales, before they are rounded up to a power of two."""
 
 
@@ -87,7 +87,7 @@ def quantize(latent: Tensor, k_pe: Tensor) -> Tensor:
         return _quantize_whole(latent, k_pe)
     tiles = latent.float().unflatten(-1, (-1, TILE))
     amax = tiles.abs().amax(dim=-1)
-    scale = e8m0.power_of_two(scale_for(amax, E4M3_MAX).clamp(min=LEAST_SCALE))
+    scale = e8m0.power_of_two(scale_for(amax, E4M3_MAX).clamp(min=MIN_SCALE))
     codes = e4m3(tiles / scale.unsqueeze(-1)).flatten(-2)
     parts = (codes, scale, k_pe.to(torch.bfloat16).contiguous())
     return torch.cat([part.view(BYTES) for part in parts], dim=-1)
@@ -96,7 +96,7 @@ def quantize(latent: Tensor, k_pe: Tensor) -> Tensor:
 def _quantize_whole(latent: Tensor, k_pe: Tensor) -> Tensor:
     """`quantize` for the second format."""
     tiles = latent.float().unflatten(-1, (-1, WHOLE_TILE))
-    amax = tiles.abs().amax(dim=-1).clamp(min=LEAST_SCALE)
+    amax = tiles.abs().amax(dim=-1).clamp(min=MIN_SCALE)
     exponent = e8m0.encode(scale_for(amax, E4M3_MAX))
     codes = e4m3(tiles / e8m0.decode(exponent).unsqueeze(-1)).flatten(-2)
     padding = exponent.new_zeros(len(exponent), -exponent.shape[1] % WHOLE_SCALES)

@@ -13,7 +13,7 @@ from cairn.ops.sparse_mla import index_cache
 from cairn.ops.sparse_mla.kernels.scores import scores_kernel
 from cairn.ops.sparse_mla.tuning import TUNING
 
-MOST_HEADS, MOST_DIM = 128, 256
+MAX_HEADS, MAX_DIM = 128, 256
 """Most heads, and largest head dim, that the kernel takes."""
 
 
@@ -58,7 +58,7 @@ def words_fit(cache: Tensor, dim: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class KeyRange:
     """The range of keys visible to each token.
 
     Attributes:
@@ -79,7 +79,7 @@ class Seen:
 
 
 def score(
-    q: Tensor, weights: Tensor, keys: Keys, seen: Seen, logits: Tensor, chunked: bool
+    q: Tensor, weights: Tensor, keys: Keys, visible: KeyRange, logits: Tensor, chunked: bool
 ) -> None:
     """Write logits [T, width]; see `scores_kernel`.
 
@@ -104,20 +104,20 @@ def score(
         weights=weights,
         keys=keys.values,
         scales=keys.scales,
-        table=seen.table,
-        rows=seen.row,
-        begins=seen.begin,
-        ends=seen.end,
+        table=visible.table,
+        rows=visible.row,
+        begins=visible.begin,
+        ends=visible.end,
         out=logits,
         tokens=tokens,
-        limit=seen.limit,
+        limit=visible.limit,
         width=width,
         pages=keys.pages,
-        least=seen.least,
+        least=visible.least,
         q_token=q.stride(0),
         page_stride=keys.stride,
         scale_stride=keys.scale_stride,
-        table_stride=0 if seen.table is None else seen.table.stride(0),
+        table_stride=0 if visible.table is None else visible.table.stride(0),
         out_stride=logits.stride(0),
         HEADS=heads,
         HP=padded,
@@ -127,7 +127,7 @@ def score(
         TOKENS=side,
         KEYS=size,
         PRESHUFFLED=keys.preshuffled,
-        COMPACT=seen.compact,
+        COMPACT=visible.compact,
         PRECISION="ieee" if single else "tf32",
         num_warps=TUNING.score_warps,
         num_stages=TUNING.chunk_stages if side > 1 else TUNING.score_stages,
@@ -138,6 +138,6 @@ def accepts(q: Tensor, weights: Tensor, logits: Tensor) -> bool:
     """Whether the kernel can read these queries and weights and write these scores."""
     dim = q.shape[2]
     near = q.stride(2) == 1 and q.stride(1) == dim and logits.stride(1) == 1
-    floats = q.dtype != E4M3 or gpu.INTERPRETED or gpu.knows_e4m3(q.device)
-    small = q.shape[1] <= MOST_HEADS and dim <= MOST_DIM
+    floats = q.dtype != E4M3 or gpu.INTERPRETED or gpu.supports_e4m3(q.device)
+    small = q.shape[1] <= MAX_HEADS and dim <= MAX_DIM
     return near and floats and small and weights.is_contiguous()

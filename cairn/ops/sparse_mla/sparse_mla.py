@@ -25,9 +25,9 @@ def sparse_mla(
     value_dim: int,
     sink: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    more_cache: Tensor | None = None,
-    more_cells: Tensor | None = None,
-    more_length: Tensor | None = None,
+    extra_cache: Tensor | None = None,
+    extra_cells: Tensor | None = None,
+    extra_length: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of every token over its own list of cells (slots of the cache), shared by
     all heads.
@@ -47,8 +47,8 @@ def sparse_mla(
         value_dim: r.
         sink: [H] float32, or None.
         dtype: dtype of o; None: float32.
-        more_cache, more_cells, more_length: further cells in the same softmax, in another cache of
-            such records; all three or none.
+        extra_cache, extra_cells, extra_length: further cells in the same softmax, in another
+            cache of such records; all three or none.
     Returns:
         (o [T, H, r], lse [T, H] float32, without the sink); a token without a cell has o = 0,
         lse = -inf.
@@ -59,8 +59,8 @@ def sparse_mla(
     o = torch.zeros((tokens, heads, value_dim), dtype=dtype or torch.float32, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
     lists = [(cache, cells, length)]
-    if more_cache is not None and more_cells is not None and more_length is not None:
-        lists.append((more_cache, more_cells, more_length))
+    if extra_cache is not None and extra_cells is not None and extra_length is not None:
+        lists.append((extra_cache, extra_cells, extra_length))
     lists = [given for given in lists if given[0].shape[0] * given[0].shape[1]]
     most = sum(own.shape[1] for _, own, _ in lists)
     if not most:
@@ -118,34 +118,36 @@ def _(call: Call) -> None:
     if call.sink is not None:
         expect(name, "sink", call.sink, (heads,), FLOAT32, call.q)
     check_dtype(name, call.dtype)
-    more = {n: getattr(call, n) for n in ("more_cache", "more_cells", "more_length")}
-    missing = [n for n, value in more.items() if value is None]
-    if len(missing) == len(more):
+    extra = {n: getattr(call, n) for n in ("extra_cache", "extra_cells", "extra_length")}
+    missing = [n for n, value in extra.items() if value is None]
+    if len(missing) == len(extra):
         return
     if missing:
         refuse(name, missing[0], "is None, unlike the others of the second list")
     widths = call.value_dim, call.q.shape[2] - call.value_dim
-    records.check_cache(name, call.more_cache, *widths, call.q, call.q.dtype, "more_cache")
-    expect(name, "more_cache", call.more_cache, (None, None, call.cache.shape[2]))
-    expect(name, "more_cells", call.more_cells, (tokens, None), INT32, call.q)
-    expect(name, "more_length", call.more_length, (tokens,), INDICES, call.q)
+    records.check_cache(name, call.extra_cache, *widths, call.q, call.q.dtype, "extra_cache")
+    expect(name, "extra_cache", call.extra_cache, (None, None, call.cache.shape[2]))
+    expect(name, "extra_cells", call.extra_cells, (tokens, None), INT32, call.q)
+    expect(name, "extra_length", call.extra_length, (tokens,), INDICES, call.q)
 
 
 def _fits(call: Call) -> bool:
     near = call.cells.is_contiguous() and call.length.is_contiguous()
     near = near and attend_launch.accepts(call.q, call.cache, call.value_dim)
-    if call.more_cache is None:
+    if call.extra_cache is None:
         return near
-    listed = call.more_cells.is_contiguous() and call.more_length.is_contiguous()
-    return near and listed and attend_launch.side_by_side(call.cache, call.more_cache)
+    listed = call.extra_cells.is_contiguous() and call.extra_length.is_contiguous()
+    return near and listed and attend_launch.side_by_side(call.cache, call.extra_cache)
 
 
 @sparse_mla.implementation("triton", devices=gpu.DEVICES, when=_fits)
 def _(call: Call) -> tuple[Tensor, Tensor]:
     candidates = attend_launch.Candidates(call.length, call.cells.shape[1], call.cells)
-    if call.more_cache is not None:
-        more = attend_launch.Candidates(call.more_length, call.more_cells.shape[1], call.more_cells)
-        candidates = replace(candidates, more=more, more_cache=call.more_cache)
+    if call.extra_cache is not None:
+        extra = attend_launch.Candidates(
+            call.extra_length, call.extra_cells.shape[1], call.extra_cells
+        )
+        candidates = replace(candidates, extra=extra, extra_cache=call.extra_cache)
     o, lse, _ = attend_launch.attend(
         call.q,
         call.cache,

@@ -55,7 +55,7 @@ def store_index(
         PRESHUFFLED=preshuffled,
         POWER=power,
         HADAMARD=hadamard,
-        HARDWARE=gpu.knows_e4m3(k.device),
+        HARDWARE=gpu.supports_e4m3(k.device),
         num_warps=4 if hadamard else 1,
     )
 
@@ -78,7 +78,7 @@ def quantize_queries(q: Tensor, weights: Tensor, hadamard: bool) -> tuple[Tensor
             DP=gpu.next_power_of_2(dim),
             ROWS=block,
             HADAMARD=hadamard,
-            HARDWARE=gpu.knows_e4m3(q.device),
+            HARDWARE=gpu.supports_e4m3(q.device),
             num_warps=4 if hadamard else 1,
         )
     return codes.view(E4M3), scaled
@@ -120,6 +120,6 @@ def store_records(latent: Tensor, k_pe: Tensor, cache: Tensor, location: Tensor)
         RP=gpu.next_power_of_2(k_pe.shape[1]),
         SIZE=size,
         TILE=records.WHOLE_TILE if width % records.TILE else records.TILE,
-        HARDWARE=gpu.knows_e4m3(latent.device),
+        HARDWARE=gpu.supports_e4m3(latent.device),
         num_warps=1,
     )

@@ -13,7 +13,7 @@ from cairn.ops.speculative.kernels import packbits_kernel
 from cairn.ops.speculative.trees import FLAGS
 
 _BLOCK = 512
-_MOST_COLUMNS = 64
+_MAX_COLUMNS = 64
 
 
 @op(mutates=("y",))
@@ -70,7 +70,7 @@ def _(call: Call) -> None:
 @segment_packbits.implementation("triton", devices=gpu.DEVICES, replayed=True)
 def _(call: Call) -> None:
     if call.batch_size and call.x.numel():
-        columns = min(_MOST_COLUMNS, -(-call.x.numel() // (8 * _BLOCK * call.batch_size)))
+        columns = min(_MAX_COLUMNS, -(-call.x.numel() // (8 * _BLOCK * call.batch_size)))
         packbits_kernel[(call.batch_size, columns)](
             x=call.x.view(torch.uint8),
             input_indptr=call.input_indptr,

@@ -22,7 +22,7 @@ from cairn.ops.speculative.trees import (
 )
 
 NAME = "tree_speculative_sampling_target_only"
-LEAST_THRESHOLD = 1e-9
+MIN_THRESHOLD = 1e-9
 """Lower bound of threshold_acc, by which the cumulative mass is divided."""
 _BLOCK = 2048
 _CHANGED = ("predicts", "accept_index", "accept_token_num", "draft_probs")
@@ -85,7 +85,7 @@ def tree_speculative_sampling_target_only(
     sibling_of = retrive_next_sibling.tolist()
     longest = accept_index.shape[1]
     # All values below are float32 tensors, so that sums and quotients round as the kernel's do.
-    threshold = target_probs.new_tensor(max(threshold_acc, LEAST_THRESHOLD))
+    threshold = target_probs.new_tensor(max(threshold_acc, MIN_THRESHOLD))
     for row, (tokens, index, next_token) in enumerate(zip(*trees, strict=True)):
         path, node, child, looks = [index[0]], 0, next_token[0], 1
         coin, mass = uniform_samples[row, 0], uniform_samples.new_zeros(())
@@ -166,7 +166,7 @@ def _(call: Call) -> None:
         draft_probs=call.draft_probs,
         where=place,
         threshold_single=float(call.threshold_single),
-        threshold_acc=float(max(call.threshold_acc, LEAST_THRESHOLD)),
+        threshold_acc=float(max(call.threshold_acc, MIN_THRESHOLD)),
         nodes=nodes,
         longest=longest,
         vocabulary=vocabulary,

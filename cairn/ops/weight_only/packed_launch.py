@@ -19,12 +19,12 @@ from cairn.ops.weight_only.packed_kernels import (
     sum_parts_kernel,
 )
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Most tokens for the packed kernel; with more, `linear_packed` dequantises the weight and
 multiplies in the tokens' dtype."""
 COLUMNS = 64
 """Output columns per program of the experts' products and of dequantisation."""
-LEAST_BLOCKS = 4
+MIN_BLOCKS = 4
 """Fewest blocks of K per split of split-K."""
 
 
@@ -85,11 +85,11 @@ def accepts(weight: Packed) -> bool:
 
 def multiplies(x: Tensor, weight: Packed, few: bool = True) -> bool:
     """Whether kernels multiply x [T, K], whose rows are contiguous, with the weight, whose groups
-    are multiples of 16. few: also at most MOST_TOKENS tokens."""
+    are multiples of 16. few: also at most MAX_TOKENS tokens."""
     return (
         accepts(weight)
         and x.stride(1) == 1
-        and (not few or x.shape[0] <= MOST_TOKENS)
+        and (not few or x.shape[0] <= MAX_TOKENS)
         and (weight.scale.shape[-2] == 1 or weight.group % layout.ROWS == 0)
     )
 
@@ -122,8 +122,8 @@ def multiply(x: Tensor, weight: Packed, out: Tensor, shape: Shape = SHAPE) -> Te
         return out
     blocks = weight.words.shape[0] // layout.ROWS
     columns = -(-outputs // shape.columns)
-    wanted = -(-shape.programs * gpu.processors(x.device) // columns)
-    parts = max(1, min(wanted, blocks // LEAST_BLOCKS))
+    wanted = -(-shape.programs * gpu.sm_count(x.device) // columns)
+    parts = max(1, min(wanted, blocks // MIN_BLOCKS))
     split = -(-blocks // parts)
     parts = -(-blocks // split)
     pdl = gpu.supports_pdl(x.device)
@@ -158,10 +158,10 @@ def multiply_experts(x: Tensor, weight: Packed, ids: Tensor, share: int, out: Te
     if not pairs:
         return out
     experts = weight.words.shape[0]
-    tall = 16 if pairs <= 16 * experts else 32 if pairs <= 48 * experts else 64
-    tile = Tile(tall, COLUMNS, layout.block(weight.bits), 4, 3)
+    block_m = 16 if pairs <= 16 * experts else 32 if pairs <= 48 * experts else 64
+    tile = Tile(block_m, COLUMNS, layout.block(weight.bits), 4, 3)
     rows = grouped(ids, experts, tile)
-    if tall == 16 and not rows.single:
+    if block_m == 16 and not rows.single:
         # Sorted pairs whose rows are read again for every tile of columns: 15 to 21% faster on an
         # H200.
         tile = tile._replace(columns=2 * COLUMNS)
@@ -178,7 +178,7 @@ def multiply_experts(x: Tensor, weight: Packed, ids: Tensor, share: int, out: Te
         share=share,
         count=rows.count,
         x_stride=x.stride(0),
-        BM=tall,
+        BM=block_m,
         BN=tile.columns,
         STAGES=tile.stages,
         SINGLE=rows.single,

@@ -21,9 +21,9 @@ from cairn.train.sequence import kernels
 
 ROWS = 64
 """Queries times heads of a tile."""
-LEAST_HEADS = 16
+MIN_HEADS = 16
 """Smallest side of a product on a GPU: a page's summaries are padded to it."""
-MOST_TOKENS = 1 << 15
+MAX_TOKENS = 1 << 15
 """Tokens that one call of select_pages is given: its kernels count them in a grid's short side."""
 
 
@@ -79,8 +79,8 @@ def select(
     tokens = [x.reshape(batch * length, *x.shape[2:]) for x in (lmk_q, lse)] + [row, slot]
     key, bias = summary_key.flatten(0, 1), summary_bias.flatten(0, 1)
     found = []
-    for begin in range(0, batch * length, MOST_TOKENS):
-        z, own_lse, own_row, own_slot = (x[begin : begin + MOST_TOKENS] for x in tokens)
+    for begin in range(0, batch * length, MAX_TOKENS):
+        z, own_lse, own_row, own_slot = (x[begin : begin + MAX_TOKENS] for x in tokens)
         found.append(
             choose(z, key, bias, own_lse, own_row, own_slot, table, *rule, num_kv_heads=groups)
         )
@@ -224,7 +224,7 @@ class SequenceAttention(torch.autograd.Function):
             "window": rule.window,
             "G": group,
             "GP": padded,
-            "HP": max(LEAST_HEADS, padded),
+            "HP": max(MIN_HEADS, padded),
             "D": shape[2],
             "S": shape[3],
             "ROWS": ROWS,

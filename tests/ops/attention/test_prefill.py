@@ -26,7 +26,7 @@ def chunk(
     where = paged.queries(running)[:2]
     q = make.randn(count, 8, dim, dtype=torch.bfloat16)
     given = (q, paged.k_cache, paged.v_cache, *where, paged.page_table)
-    return make.args(*given, stretches=[row, first, count])
+    return make.args(*given, segments=[row, first, count])
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_which_calls_are_one_chunk(
     given = chunk("cpu", 100, 200)
     q, k_cache, v_cache, _, _, page_table = given.args
 
-    def fits(stretches: list[int] | None, cache: torch.Tensor = k_cache) -> bool:
-        return prefill.fits(q, cache, v_cache, page_table, None, stretches)
+    def fits(segments: list[int] | None, cache: torch.Tensor = k_cache) -> bool:
+        return prefill.fits(q, cache, v_cache, page_table, None, segments)
 
     assert fits([1, 100, 200])
     assert not fits(None)

@@ -83,7 +83,7 @@ def test_a_chunk_far_behind_is_split_and_agrees() -> None:
         row, slot, _ = paged.queries(counts)
         q = make.randn(len(row), 16, 64, dtype=torch.bfloat16)
         given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
-        known = {"stretches": paged.stretches(counts), "chunked": True}
+        known = {"segments": paged.segments(counts), "chunked": True}
         check(dense_attention, "triton_tiles", make.args(*given, **known))
 
 
@@ -102,20 +102,20 @@ def test_a_chunk_far_behind_is_split_and_agrees() -> None:
     ],
 )
 def test_few_tiles_share_out_their_keys(tokens: int, past: int, splits: int) -> None:
-    given = replace(task(tokens, 2, 64, 131072), stretches=[0, past, tokens])
+    given = replace(task(tokens, 2, 64, 131072), segments=[0, past, tokens])
     assert launch._tile_splits(given, 2 * -(-tokens // 32)) == splits
 
 
 def test_tiles_are_split_by_the_longest_row() -> None:
     short, long = [0, 0, 30], [3, 20000, 34]
-    for stretches in (short + long, long + short, long):
-        given = replace(task(64, 2, 64, 131072), stretches=stretches)
+    for segments in (short + long, long + short, long):
+        given = replace(task(64, 2, 64, 131072), segments=segments)
         assert launch._tile_splits(given, 4) == 16
-    assert launch._tile_splits(replace(given, stretches=short), 4) == 1
+    assert launch._tile_splits(replace(given, segments=short), 4) == 1
 
 
 def test_wide_heads_fill_a_device_with_half_as_many() -> None:
-    known = {"stretches": [0, 30000, 16]}
+    known = {"segments": [0, 30000, 16]}
     assert launch._tile_splits(replace(task(16, 32, 64, 131072), **known), 32) == 8
     assert launch._tile_splits(replace(task(16, 32, 128, 131072), **known), 32) == 4
 
@@ -123,7 +123,7 @@ def test_wide_heads_fill_a_device_with_half_as_many() -> None:
 def test_tiles_of_unknown_rows_and_of_windows_are_whole() -> None:
     assert launch._tile_splits(task(16, 2, 64, 131072), 2) == 1
     windowed = task(16, 2, 64, 131072, window=4096)
-    assert launch._tile_splits(replace(windowed, stretches=[0, 30000, 16]), 2) == 1
+    assert launch._tile_splits(replace(windowed, segments=[0, 30000, 16]), 2) == 1
 
 
 @needs_triton
@@ -135,7 +135,7 @@ def test_chunks_make_tiles_sooner_where_keys_are_shared(
     paged = make.paged((300,), 2, 16, 32)
     row, slot, _ = paged.queries((tokens,))
     given = (make.randn(tokens, 4, 32), paged.k_cache, paged.v_cache, row, slot, paged.page_table)
-    stretches = paged.stretches((tokens,)) if known else None
-    hints = {"stretches": stretches, "chunked": True}
+    segments = paged.segments((tokens,)) if known else None
+    hints = {"segments": segments, "chunked": True}
     assert dense_attention.accepts("triton_splits", *given, **hints) == splits
     assert dense_attention.accepts("triton_splits", *given, **hints | {"chunked": False})

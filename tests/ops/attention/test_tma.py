@@ -36,7 +36,7 @@ LAYOUTS = {
 def anywhere(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Tables on every device and for launches of any size, described by a tuple."""
     monkeypatch.setattr(gpu, "supports_tma", lambda device: True)
-    monkeypatch.setattr(gpu, "blocks", lambda *args: args)
+    monkeypatch.setattr(gpu, "tensor_descriptor", lambda *args: args)
     tuned(TUNING, tma_least_flops=0)
 
 
@@ -143,8 +143,8 @@ def test_dense_attention(heads: int, group: int, width: int, device: str, tables
     row, slot, _ = paged.queries(counts)
     q = make.randn(sum(counts), heads * group, width, dtype=dtype)
     given = (q, paged.k_cache, paged.v_cache, row, slot, paged.page_table)
-    stretches = paged.stretches(counts)
-    check(dense_attention, "triton_tiles", make.args(*given, stretches=stretches))
+    segments = paged.segments(counts)
+    check(dense_attention, "triton_tiles", make.args(*given, segments=segments))
     check(dense_attention, "triton_tiles", make.args(*given, scale=0.1))
     assert tables == [True, True]
     # A product of scales that are not positive has its largest number elsewhere.

@@ -58,7 +58,7 @@ def test_rows_without_keys(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_more_requests_than_a_launch_has(more: int, device: str) -> None:
-    requests = gpu.MOST_PROGRAMS + more
+    requests = gpu.MAX_GRID_YZ + more
     lens = torch.zeros(requests, dtype=torch.int32, device=device)
     given = (torch.ones(2, 1, 1, device=device), torch.ones(2, 1, device=device), lens)
     first = torch.full((requests + 1,), 2, dtype=torch.int32, device=device)

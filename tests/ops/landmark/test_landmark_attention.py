@@ -99,7 +99,7 @@ def test_many_chunks_of_candidates_and_their_merge(
     tuned(TUNING, fused_short_chunk=short)
     tuned(TUNING, fused_most_listed=listed)
     tuned(TUNING, page_split_programs=programs)
-    monkeypatch.setattr(fused, "MOST_COMPARED", gpu.constant(compared))
+    monkeypatch.setattr(fused, "MAX_COMPARED", gpu.constant(compared))
     make = Make()
     paged = make.paged((176, 65, 121), 2, 8, 16)
     row, slot, _ = paged.queries((1, 1, 1))

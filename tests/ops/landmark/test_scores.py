@@ -109,7 +109,7 @@ def test_programs_that_share_a_row(only_groups: None, monkeypatch: pytest.Monkey
     wanted = selected(given)
     check(select_pages, "triton_many", given)
     for processors in (1, 33, 1000):
-        monkeypatch.setattr(gpu, "processors", lambda device, n=processors: n)
+        monkeypatch.setattr(gpu, "sm_count", lambda device, n=processors: n)
         for one, other in zip(selected(given), wanted, strict=True):
             assert torch.equal(one, other)
 

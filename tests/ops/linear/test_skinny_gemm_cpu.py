@@ -31,7 +31,7 @@ def test_every_column_is_written_once(columns: int, parts: int, tuned: Tuned) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
-    most = skinny_gemm_cpu.MOST_ROWS[dtype]
+    most = skinny_gemm_cpu.MAX_ROWS[dtype]
     x, weight, norm = torch.randn(most, 48), torch.randn(33, 48), torch.randn(48)
     x, weight, norm = x.to(dtype), weight.to(dtype), norm.to(dtype)
     together = ops.linear(x, weight, None, norm)
@@ -42,7 +42,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
 
 def test_implementations_by_number_of_rows() -> None:
     weight = torch.randn(9, 48)
-    for dtype, most in skinny_gemm_cpu.MOST_ROWS.items():
+    for dtype, most in skinny_gemm_cpu.MAX_ROWS.items():
         given = weight.to(dtype)
         assert ops.linear.choice(torch.empty(most, 48, dtype=dtype), given) == "numba"
         assert ops.linear.choice(torch.empty(most + 1, 48, dtype=dtype), given) == "composed"

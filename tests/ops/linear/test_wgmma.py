@@ -63,7 +63,7 @@ every = pytest.mark.parametrize("op", EVERY, ids=lambda op: op.name)
 def test_cases_of_a_gpu_reach_it(op: Op[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Generic tests run on what has a case; on the CPU, where none of these runs, nobody sees."""
     monkeypatch.setattr(gpu, "supports_wgmma", lambda _device: True)
-    monkeypatch.setattr(gpu, "processors", lambda _device: 132)
+    monkeypatch.setattr(gpu, "sm_count", lambda _device: 132)
     assert op.case_source is not None
     given = [case for case in op.case_source(Make("meta")) if isinstance(case, Arguments)]
     assert any(op.accepts("gluon", *case.args, **case.kwargs) for case in given)
@@ -204,7 +204,7 @@ def test_unsupported_calls_go_to_other_implementations(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
-    monkeypatch.setattr(gpu, "processors", lambda device: 64)
+    monkeypatch.setattr(gpu, "sm_count", lambda device: 64)
     x, weight = blank(10, 4096), blank(4096, 4096)
     for accepts in TAKING:
         assert accepts(x, weight)
@@ -230,7 +230,7 @@ def test_sizes_that_use_wgmma(
     tokens: int, rows: int, columns: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
-    monkeypatch.setattr(gpu, "processors", lambda device: 132)
+    monkeypatch.setattr(gpu, "sm_count", lambda device: 132)
     x, weight = blank(tokens, columns), blank(rows, columns)
     taking = zip(("plain", "gated", "split", "added"), TAKING, strict=True)
     assert [name for name, accepts in taking if accepts(x, weight)] == wanted.split()
@@ -238,7 +238,7 @@ def test_sizes_that_use_wgmma(
 
 def test_a_bias_and_columns_apart_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
-    monkeypatch.setattr(gpu, "processors", lambda device: 64)
+    monkeypatch.setattr(gpu, "sm_count", lambda device: 64)
     x, weight, bias = blank(10, 8192), blank(4096, 8192), blank(4096)
     residual, apart = blank(10, 4096), blank(10, 8192)[:, ::2]
 

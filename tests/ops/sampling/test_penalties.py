@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cairn.ops import apply_logit_bias, apply_penalties
-from cairn.ops.sampling.launch import MOST_ROWS
+from cairn.ops.sampling.launch import MAX_ROWS
 
 
 def test_bias_adds_up_and_leaves_the_rest() -> None:
@@ -43,11 +43,11 @@ def test_penalties_against_scalars() -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS + 1])
 def test_more_rows_than_a_launch_has(rows: int, device: str) -> None:
     logits, counts = torch.ones(rows, 1, device=device), torch.ones(rows, 1, device=device).int()
     given = (logits, counts > 1, counts, *(torch.ones(rows, device=device) for _ in range(3)))
-    assert apply_penalties.accepts("triton", *given) == (rows <= MOST_ROWS)
+    assert apply_penalties.accepts("triton", *given) == (rows <= MAX_ROWS)
     apply_penalties(*given)
     assert torch.equal(logits, -torch.ones_like(logits))
 

@@ -218,9 +218,9 @@ def test_two_lists_of_two_caches_are_one_softmax(quantized: bool, device: str) -
     length = torch.tensor([WIDTH, 0, 5, WIDTH + 9, -3, 1], device=device)
     further = torch.tensor([3, 7, 0, WIDTH, 2, -1], device=device)
     spoil(cells, length)
-    given = {"more_cache": cache[3:7].clone(), "more_cells": more.contiguous()}
+    given = {"extra_cache": cache[3:7].clone(), "extra_cells": more.contiguous()}
     sink = torch.tensor([0.3, math.inf, -math.inf], device=device)
-    o, lse = sparse_mla(q, cache, cells, length, SCALE, LATENT, sink, more_length=further, **given)
+    o, lse = sparse_mla(q, cache, cells, length, SCALE, LATENT, sink, extra_length=further, **given)
     column = torch.arange(WIDTH, device=device)
     first = cells.where(column < length[:, None], -1)
     second = (more + 3 * SIZE).where(column < further[:, None], -1)
@@ -228,7 +228,7 @@ def test_two_lists_of_two_caches_are_one_softmax(quantized: bool, device: str) -
     wanted, total = sparse_mla(q, cache, both, every, SCALE, LATENT, sink)
     torch.testing.assert_close(o, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, total, rtol=1e-5, atol=1e-5)
-    with pytest.raises(BadArgument, match="`more_length` is None, unlike the others"):
+    with pytest.raises(BadArgument, match="`extra_length` is None, unlike the others"):
         sparse_mla(q, cache, cells, length, SCALE, LATENT, **given)
 
 

@@ -25,7 +25,7 @@ from cairn.ops.landmark.kernels.summary import store_summary
 from cairn.ops.pdl import await_previous, launch_next
 from cairn.ops.select_k.kernels import largest
 
-MOST_COMPARED = gpu.constant(1 << 14)
+MAX_COMPARED = gpu.constant(1 << 14)
 """Listed pages times places of a program that are compared at once; more would not fit into
 registers."""
 
@@ -339,7 +339,7 @@ def pages_at(
         physical = tl.load(found_at + i, mask=shown, other=0, cache_modifier=".cg")
         value = tl.load(found_value + i, mask=shown, other=float("-inf"), cache_modifier=".cg")
         taken, rank, _ = largest(value, page >= 0, chunks * topk, topk, LISTED)
-        if LISTED * place.shape[0] <= MOST_COMPARED:
+        if LISTED * place.shape[0] <= MAX_COMPARED:
             own = taken[:, None] & (rank[:, None] == place[None, :])
             page = tl.max(tl.where(own, page[:, None], -1), 0)
             physical = tl.max(tl.where(own, physical[:, None], 0), 0)

@@ -10,7 +10,7 @@ element afterwards takes longer.
 from __future__ import annotations
 
 from cairn.ops.gpu import gl, gluon, hopper
-from cairn.ops.wgmma import tell
+from cairn.ops.wgmma import arrive
 
 
 @gluon.jit
@@ -105,7 +105,7 @@ def copy_pages(
                     own = gl.convert_layout(own, gl.SliceLayout(1, COLUMNS))
                     columns.index(stage).store(columns_of(own, COLUMNS))
                     hopper.fence_async_shared()
-                tell(full.index(stage))
+                arrive(full.index(stage))
                 step += 1
         this_row, most = row_behind(row, slot, begin, tokens, offset, size, this_row)
     hopper.async_copy.commit_group()
@@ -205,7 +205,7 @@ def score_pages(
             if GROUP == 1:
                 value = products(queries.index(WHICH), shared, step, ones, none, BIAS)
                 value = hopper.warpgroup_mma_wait(0, deps=[value])
-                tell(free.index(step % STAGES))
+                arrive(free.index(step % STAGES))
                 best = worth(value, scale, normalisers, 0, total_stride, alive, NORMALISED)
                 step += 1
             else:
@@ -218,11 +218,11 @@ def score_pages(
                     value = hopper.warpgroup_mma_wait(FLYING, deps=[value])
                     value = worth(value, scale, normalisers, g, total_stride, alive, NORMALISED)
                     best = gl.maximum(best, value)
-                    tell(free.index(step % STAGES))
+                    arrive(free.index(step % STAGES))
                     other = hopper.warpgroup_mma_wait(0, deps=[other])
                     other = worth(other, scale, normalisers, g + 1, total_stride, alive, NORMALISED)
                     best = gl.maximum(best, other)
-                    tell(free.index((step + 1) % STAGES))
+                    arrive(free.index((step + 1) % STAGES))
                     step += 2
             store_scores(found, best, own, mine, line, start, CB)
         this_row, most = row_behind(row, slot, begin, tokens, offset, size, this_row)

@@ -126,7 +126,7 @@ def collect_row(
     count, share, least, fraction, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, FEW: tl.constexpr,
-    SLICE: tl.constexpr, MOST_LINES: tl.constexpr, ABREAST: tl.constexpr, WIDTH: tl.constexpr,
+    SLICE: tl.constexpr, MAX_LINES: tl.constexpr, ABREAST: tl.constexpr, WIDTH: tl.constexpr,
     SOFTMAX: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """List the weights near the threshold of a filtered row at x, or draw its token at once;
@@ -154,8 +154,8 @@ def collect_row(
             found = tl.sum(((line_keys >= low) & (line_keys > 0)).to(tl.int32), 0)
             by_line = (count <= lines) & (found <= CHUNKS)
         else:
-            low, found = floor_by_lines(line_keys, floor, end, share, wanted, CHUNKS, MOST_LINES)
-            by_line = found <= MOST_LINES
+            low, found = floor_by_lines(line_keys, floor, end, share, wanted, CHUNKS, MAX_LINES)
+            by_line = found <= MAX_LINES
             low = tl.where(by_line, low, floor)
         if by_line & (tl.program_id(0) == 0):
             token, done, reached = draw_from_lines(
@@ -195,13 +195,13 @@ def collect_kernel(
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, ABREAST: tl.constexpr,
     WIDTH: tl.constexpr, RUN: tl.constexpr, FEW: tl.constexpr, SLICE: tl.constexpr,
-    MOST_LINES: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
+    MAX_LINES: tl.constexpr, SOFTMAX: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [n]: the first token whose running kept weight exceeds a uniform number times the kept
     sum; drawn like in `draw_kernel`.
 
     Scratch, written where needed: the row's lists of weights > 0 between two bounds. counts [n,
-    CHUNKS + MOST_LINES] int32: the length of each list, then the chunk of each list, or the lines
+    CHUNKS + MAX_LINES] int32: the length of each list, then the chunk of each list, or the lines
     found; weights [n, CHUNKS, CHUNK]: the entries of each list, in any order; sums [n, 2, CHUNKS]
     float64: as written by `weigh_chunks`. Rows that are not filtered, or not finite, have no lists.
     arrivals [n] int32: 0 at first.
@@ -222,7 +222,7 @@ def collect_kernel(
     )
     fraction = fraction_of(seed, index, uniform, row)
     x += row * stride
-    counts += row * (CHUNKS + MOST_LINES)
+    counts += row * (CHUNKS + MAX_LINES)
     weights += row * CHUNKS * CHUNK
     sums += row * 2 * CHUNKS
     token = tl.full([], -2, tl.int32)
@@ -237,7 +237,7 @@ def collect_kernel(
         token, done, by_line, low, high, above, reached = collect_row(
             x, line_maxima, counts, weights, sums, few_keys, few_weights, arrivals + row, peak,
             mass, temp, count, share, least, fraction, width, chunks,
-            CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, FEW, SLICE, MOST_LINES,
+            CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, FEW, SLICE, MAX_LINES,
             ABREAST, WIDTH, SOFTMAX, SHARE, top_p is not None,
         )  # fmt: skip
     elif tl.program_id(0) == 0:

@@ -16,7 +16,7 @@ def limits_kernel(
     thresholds, lasts, totals, stride, width, chunks,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
     SAMPLE: tl.constexpr, SURE: tl.constexpr, TRIALS: tl.constexpr, ABREAST: tl.constexpr,
-    WIDTH: tl.constexpr, MOST_LINES: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, MAX_LINES: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The threshold of every row's filters: see `keep_kernel`.
 
@@ -30,14 +30,14 @@ def limits_kernel(
         line_maxima = load_tops(tops, row, chunks * (CHUNK // LINE), CHUNKS * CHUNK // LINE)
     peak, _peaks, _scale, mass, finite = summary_of(peaks, masses, row, 1.0, chunks, CHUNKS, False)
     x += row * stride
-    counts += row * (CHUNKS + MOST_LINES)
+    counts += row * (CHUNKS + MAX_LINES)
     weights += row * CHUNKS * CHUNK
     sums += row * 2 * CHUNKS
     if finite & ((count > 0) | (share < 1.0) | (least > 0.0)):
         _token, done, by_line, low, high, above, reached = collect_row(
             x, line_maxima, counts, weights, sums, None, None, arrivals + row, peak, mass, 1.0,
             count, share, least, 0.0, width, chunks,
-            CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, 0, 1, MOST_LINES, ABREAST, WIDTH,
+            CHUNKS, CHUNK, LINE, LINES, SAMPLE, SURE, TRIALS, 0, 1, MAX_LINES, ABREAST, WIDTH,
             False, SHARE, top_p is not None,
         )  # fmt: skip
         if done:

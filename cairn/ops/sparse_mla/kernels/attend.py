@@ -16,16 +16,16 @@ from cairn.ops.pdl import await_previous, launch_next
 
 @triton.jit
 def lines_of(
-    candidate, inside, source, capacity, page_stride, slot_stride, more, border, more_capacity,
-    away, SIZE: tl.constexpr, PAGED: tl.constexpr,
+    candidate, inside, source, capacity, page_stride, slot_stride, extra_cells, border,
+    extra_capacity, away, SIZE: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     """Offsets in elements of the records of candidates [KEYS], and a mask of those that exist.
 
     Args:
         source: the token's list of cells or, with PAGED, its row of the page table.
         capacity: number of cells of the cache or, with PAGED, of its pages.
-        more: a second list, for candidates from `border` on, in a cache that begins `away` elements
-            after the first; None: no second list.
+        extra_cells: a second list, for candidates from `border` on, in a cache that begins `away`
+            elements after the first; None: no second list.
         SIZE: page size; 0: the cache is one page.
     """
     if PAGED:
@@ -34,23 +34,23 @@ def lines_of(
         page = tl.where(inside, page, 0).to(tl.int64)
         line = page * page_stride + candidate % SIZE * slot_stride
     else:
-        if more is None:
+        if extra_cells is None:
             cell = tl.load(source + candidate, mask=inside, other=-1)
             inside = inside & (cell >= 0) & (cell < capacity)
         else:
             first = candidate < border
             cell = tl.load(source + candidate, mask=inside & first, other=-1)
             behind = tl.load(
-                more + candidate - border, mask=inside & (candidate >= border), other=-1
+                extra_cells + candidate - border, mask=inside & (candidate >= border), other=-1
             )
             cell = tl.where(first, cell, behind)
-            inside = inside & (cell >= 0) & (cell < tl.where(first, capacity, more_capacity))
+            inside = inside & (cell >= 0) & (cell < tl.where(first, capacity, extra_capacity))
         cell = tl.where(inside, cell, 0).to(tl.int64)
         if SIZE:
             line = cell // SIZE * page_stride + cell % SIZE * slot_stride
         else:
             line = cell * slot_stride
-        if more is not None:
+        if extra_cells is not None:
             line += tl.where(candidate < border, 0, away)
     return line, inside
 
@@ -139,7 +139,7 @@ def load_values(
 @triton.jit
 def attend(
     q0, q1, q2, q3, q_rope, cache, scales, ropes, source, begin, end, factor,
-    capacity, page_stride, slot_stride, more, border, more_capacity, away,
+    capacity, page_stride, slot_stride, extra_cells, border, extra_capacity, away,
     LATENT: tl.constexpr, PLAIN: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr,
     PAGED: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def attend(
     Args:
         q0 .. q3, q_rope: the query's tiles; those from TILES on are ignored.
         ropes: the cache viewed in the dtype of the rotary keys.
-        more .. away: as in `lines_of`.
+        extra_cells .. away: as in `lines_of`.
         factor: softmax scale times log2(e).
     """
     lines: tl.constexpr = q0.shape[0]
@@ -166,7 +166,7 @@ def attend(
         candidate = start + tl.arange(0, KEYS)
         line, inside = lines_of(
             candidate, candidate < end, source, capacity, page_stride, slot_stride,
-            more, border, more_capacity, away, SIZE, PAGED,
+            extra_cells, border, extra_capacity, away, SIZE, PAGED,
         )  # fmt: skip
         v0 = load_values(
             cache, scales, ropes, line, inside, 0, PLAIN, LATENT, width, dtype
@@ -222,7 +222,7 @@ def store_tile(at, value, alive, tile: tl.constexpr, LATENT: tl.constexpr, WIDTH
 
 @triton.jit
 def bounds_of(
-    token, begins, ends, cache, more, more_ends, most, more_most, split, splits,
+    token, begins, ends, cache, extra_cache, extra_ends, most, extra_most, split, splits,
     KEYS: tl.constexpr,
 ):  # fmt: skip
     """Range begin .. end - 1 of a split's candidates, index of the first candidate of the second
@@ -234,11 +234,12 @@ def bounds_of(
     end = tl.minimum(tl.load(ends + token).to(tl.int32), most)
     border = end
     away = token
-    if more is not None:
+    if extra_cache is not None:
         border = tl.maximum(end, 0)
-        end = border + tl.maximum(tl.minimum(tl.load(more_ends + token).to(tl.int32), more_most), 0)
+        count = tl.minimum(tl.load(extra_ends + token).to(tl.int32), extra_most)
+        end = border + tl.maximum(count, 0)
         size: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
-        away = (more.to(tl.int64) - cache.to(tl.int64)) // size
+        away = (extra_cache.to(tl.int64) - cache.to(tl.int64)) // size
         # Both caches are aligned to 16 bytes.
         away = tl.multiple_of(away, 16 // size)
     each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), KEYS), splits) * KEYS
@@ -246,11 +247,11 @@ def bounds_of(
     return begin, tl.minimum(begin + each, end), border, away
 
 
-@triton.jit(do_not_specialize=["most", "capacity", "more_most", "more_capacity"])
+@triton.jit(do_not_specialize=["most", "capacity", "extra_most", "extra_capacity"])
 def accumulate_kernel(
-    q, cache, scales, ropes, cells, table, rows, begins, ends, more, more_cells, more_ends, sink,
-    o, lse, peaks, most, capacity, more_most, more_capacity, scale, q_token, q_head,
-    page_stride, slot_stride, source_stride,
+    q, cache, scales, ropes, cells, table, rows, begins, ends, extra_cache, extra_cells,
+    extra_ends, sink, o, lse, peaks, most, capacity, extra_most, extra_capacity, scale, q_token,
+    q_head, page_stride, slot_stride, source_stride,
     HEADS: tl.constexpr, LINES: tl.constexpr, LATENT: tl.constexpr, PLAIN: tl.constexpr,
     ROPE: tl.constexpr, WIDTH: tl.constexpr, RP: tl.constexpr, TILES: tl.constexpr,
     SIZE: tl.constexpr, KEYS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
@@ -263,8 +264,8 @@ def accumulate_kernel(
 
     Args:
         begins: [T], or None: 0; ends: [T].
-        more, more_cells, more_ends, more_most, more_capacity: a second cache and list of cells,
-            whose candidates follow those of the first list; None: no second list.
+        extra_cache, extra_cells, extra_ends, extra_most, extra_capacity: a second cache and list
+            of cells, whose candidates follow those of the first list; None: no second list.
         sink: [HEADS] float32 where there is one split, or None.
         most: upper bound of ends.
         PLAIN: float8 elements of records whose value is the whole record, see `load_whole`; 0:
@@ -279,11 +280,11 @@ def accumulate_kernel(
     head = tl.program_id(0) % columns * LINES + tl.arange(0, LINES)
     alive = head < HEADS
     begin, end, border, away = bounds_of(
-        token, begins, ends, cache, more, more_ends, most, more_most, split, splits, KEYS
+        token, begins, ends, cache, extra_cache, extra_ends, most, extra_most, split, splits, KEYS
     )
-    listed = more_cells
-    if more is not None:
-        listed = more_cells + token * more_most
+    further = extra_cells
+    if extra_cache is not None:
+        further = extra_cells + token * extra_most
     if PAGED:
         source = table + tl.load(rows + token) * source_stride
     else:
@@ -303,7 +304,7 @@ def accumulate_kernel(
     best, total, acc0, acc1, acc2, acc3 = attend(
         q0, q1, q2, q3, q_rope, cache, scales, ropes, source, begin, end,
         scale * 1.4426950408889634, capacity, page_stride, slot_stride,
-        listed, border, more_capacity, away,
+        further, border, extra_capacity, away,
         LATENT, PLAIN, ROPE, SIZE, PAGED, TILES, KEYS, PRECISION,
     )  # fmt: skip
     # This condition is true for NaN too.
@@ -312,8 +313,8 @@ def accumulate_kernel(
     logs = tl.where(seen, (best + tl.log2(safe)) * 0.6931471805599453, float("-inf"))
     share = 1.0 / safe
     if sink is not None:
-        extra = tl.load(sink + head, mask=alive, other=0.0)
-        share = tl.where(seen, share / (1.0 + tl.exp(extra - logs)), share)
+        bias = tl.load(sink + head, mask=alive, other=0.0)
+        share = tl.where(seen, share / (1.0 + tl.exp(bias - logs)), share)
     place = (token * HEADS + head) * splits + split
     tl.store(lse + place, logs, mask=alive)
     if peaks is not None:

@@ -20,7 +20,7 @@ from cairn.ops.attention.latent_wgmma import (
     whole,
 )
 from cairn.ops.gpu import constant, gl, gluon, hopper
-from cairn.ops.wgmma import base_of, multiply, scaled, summed, tell, unknown_zero
+from cairn.ops.wgmma import arrive, base_of, multiply, opaque_zero, scaled, summed
 
 RISE = constant(0.0)
 """By how much (base 2) the largest logit must exceed the reference of the weights before it becomes
@@ -105,7 +105,7 @@ def gather_blocks(
         for tile in gl.static_range(4):
             hopper.async_copy.wait_group(3 - tile)
             hopper.fence_async_shared()
-            tell(full.index(tile))
+            arrive(full.index(tile))
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def logits_of(
     Args:
         rope: the query's last columns, in registers.
         first: the block's first position in the list of cells.
-        zero: an `unknown_zero`.
+        zero: an `opaque_zero`.
     """
     LOGITS: gl.constexpr = rope.type.layout.parent
     SLOTS: gl.constexpr = cached.shape[1]
@@ -141,18 +141,18 @@ def logits_of(
 
 @gluon.jit
 def first_group(
-    query, cached, cached_rope, exchange, sums, full, free, met,
+    query, cached, cached_rope, exchange, sums, full, free, sync,
     source, head_stride, o, lse, place, step, alive, factor, begin, pairs, length, cells, capacity,
 ):  # fmt: skip
     """The left half of the columns, and the weights of each pair's first block."""
     rope, base, total, acc = started(source + 512, head_stride, alive)
-    share_query(source, head_stride, alive, query.index(0), met.index(0))
+    share_query(source, head_stride, alive, query.index(0), sync.index(0))
     weights, _, _, _ = exchange
     ROWS: gl.constexpr = total.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
         phase = pair & 1
-        zero = unknown_zero(pair)
+        zero = opaque_zero(pair)
         at = (begin + 2 * pair) * 64
         logits = logits_of(
             rope, query, cached, cached_rope, full, phase, cells, at, length, capacity, factor,
@@ -169,7 +169,7 @@ def first_group(
         acc = summed(acc, free.index(0))
         acc, total = raised(acc, total, higher, base, changed)
         acc = summed(multiply(weights.index(1 + zero), cached.index(3 + zero), acc), free.index(3))
-    total = whole(total, sums, met, 0)
+    total = whole(total, sums, sync, 0)
     none = total == 0.0
     logs = (base + gl.log2(gl.where(none, 1.0, total))) * 0.6931471805599453
     row = gl.arange(0, 64, layout=ROWS)
@@ -179,18 +179,18 @@ def first_group(
 
 @gluon.jit
 def second_group(
-    query, cached, cached_rope, exchange, sums, full, free, met,
+    query, cached, cached_rope, exchange, sums, full, free, sync,
     source, head_stride, o, lse, place, step, alive, factor, begin, pairs, length, cells, capacity,
 ):  # fmt: skip
     """The right half of the columns, and the weights of each pair's second block."""
     rope, base, total, acc = started(source + 512, head_stride, alive)
-    share_query(source + 256, head_stride, alive, query.index(1), met.index(0))
+    share_query(source + 256, head_stride, alive, query.index(1), sync.index(0))
     weights, _, _, _ = exchange
     ROWS: gl.constexpr = total.type.layout
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     for pair in range(pairs):
         phase = pair & 1
-        zero = unknown_zero(pair)
+        zero = opaque_zero(pair)
         at = (begin + 2 * pair + 1) * 64
         logits = logits_of(
             rope, query, cached, cached_rope, full, phase, cells, at, length, capacity, factor,
@@ -208,7 +208,7 @@ def second_group(
         total = total + gl.sum(summand, 1)
         own = gl.convert_layout(weight, WEIGHTS)
         acc = summed(multiply(own, cached.index(2 + zero), acc), free.index(2))
-    total = whole(total, sums, met, 1)
+    total = whole(total, sums, sync, 1)
     store_half(o, scaled(acc, 1.0 / gl.where(total == 0.0, 1.0, total)), 256, place, step, alive)
 
 
@@ -251,20 +251,20 @@ def cells_groups_kernel(
     full = gl.allocate_shared_memory(gl.int64, [4, 1], SIGNAL)
     free = gl.allocate_shared_memory(gl.int64, [4, 1], SIGNAL)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], SIGNAL)
-    met = gl.allocate_shared_memory(gl.int64, [2, 1], SIGNAL)
+    sync = gl.allocate_shared_memory(gl.int64, [2, 1], SIGNAL)
     for half in gl.static_range(4):
         hopper.mbarrier.init(full.index(half), 1)
         hopper.mbarrier.init(free.index(half), 1)
     for signal in gl.static_range(2):
         hopper.mbarrier.init(ready.index(signal), 1)
-        hopper.mbarrier.init(met.index(signal), 2)
+        hopper.mbarrier.init(sync.index(signal), 2)
     hopper.fence_async_shared()
 
     place = (token * HEADS + head) * splits + split
     source = q + token * q_token + head * q_head
     own = cells + token * cells_stride
     exchange = (weights, bases, changes, ready)
-    shared = (query, cached, cached_rope, exchange, sums, full, free, met)
+    shared = (query, cached, cached_rope, exchange, sums, full, free, sync)
     task = (source, q_head, o, lse, place, splits, alive, scale * 1.4426950408889634)
     where = (begin, pairs, length, own, capacity)
     listed = (full, free, own, length, capacity, begin, pairs)
