@@ -16,6 +16,13 @@ from cairn.errors import BadModel, BadRequest
 
 ERROR_LENGTH = 500
 """Characters of a template's error that are passed on; some quote the whole conversation."""
+RESERVED = frozenset(
+    {
+        *("chat_template", "conversation", "conversations", "messages", "tools"),
+        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+    }
+)
+"""Variables that steer the rendering; a request may not set them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,13 @@ CLEAN_UPS = (
 Change = Callable[[str], str]
 
 
+def cleaned(text: str) -> str:
+    """A whole text with all of `CLEAN_UPS` replaced."""
+    for old, new in CLEAN_UPS:
+        text = text.replace(old, new)
+    return text
+
+
 class Detokenizer(Protocol):
     """Text of one output; the pieces joined, with the flush at the end, are the text."""
 

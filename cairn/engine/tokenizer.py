@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
@@ -15,21 +14,22 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from cairn.engine.chat import Message, checked_messages, plain_text, with_placeholders
-from cairn.engine.chat_template import TemplateInput, render
+from cairn.engine.chat_template import RESERVED, TemplateInput, render
 from cairn.engine.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
     Rules,
     Spelling,
     WindowDetokenizer,
+    cleaned,
     describe_decoder,
 )
+from cairn.engine.tokenizer_files import TOKENIZER_FILES, read_tokenizer
 from cairn.errors import BadModel, BadRequest, TooLong
 from cairn.models.checkpoint import is_gguf
 
 log = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 VARIABLES = "chat_template_kwargs"
 """Field of a request with further variables of the chat template."""
 BATCH_BYTES = 1 << 20
@@ -51,6 +51,7 @@ class Tokenizer:
 
     Attributes:
         eos_token_id: what the tokenizer says ends a text, None when it does not say.
+        kind: class of Hugging Face's library that reads it.
         special_ids: ids that texts leave out.
         special_texts: id -> name of those.
 
@@ -59,13 +60,16 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._hf = _load(folder)
-        self._backend: Backend = self._hf.backend_tokenizer
+        files = read_tokenizer(folder)
+        self._backend = files.backend
+        self._named, self._templates = files.named, files.templates
+        self.kind = files.kind
         # tokenizer.json may enable truncation or padding, which must not change prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
         _bound_cache(self._backend)
-        self.eos_token_id: int | None = self._hf.eos_token_id
+        eos = self._named.get("eos_token")
+        self.eos_token_id = None if eos is None else self._backend.token_to_id(eos)
         added = self._backend.get_added_tokens_decoder()
         self.special_texts = {i: token.content for i, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_texts)
@@ -75,7 +79,7 @@ class Tokenizer:
         # clean_up_tokenization_spaces would delete spaces that the model generated in byte-level
         # BPE texts.
         byte_pair = type(self._backend.model).__name__ == "BPE"
-        self._clean_up = bool(self._hf.clean_up_tokenization_spaces) and not byte_pair
+        self._clean_up = files.clean_up and not byte_pair
         self._bytes: dict[int, bytes] = {}
 
     @property
@@ -86,32 +90,26 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """The model has a template of its own."""
-        return bool(self._hf.chat_template)
+        return bool(self._templates)
 
     @property
     def chat_template(self) -> str | None:
         """The model's own template (the one for tools, where it has two); None: the plain one."""
         if not self.has_chat_template:
             return None
-        template: str = self._hf.get_chat_template(tools=[])
-        return template
+        return self._template([])
 
     @property
     def named_tokens(self) -> dict[str, str | None]:
         """Its tokens for the beginning and the end of a text, for filling and for the unknown, by
         the names of Hugging Face's tokenizer_config.json."""
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        return {name: getattr(self._hf, name, None) for name in names}
+        return {name: self._named.get(name) for name in names}
 
     @cached_property
     def special_names(self) -> dict[str, int]:
         """Special tokens, name -> id."""
         return {name: token for token, name in self.special_texts.items()}
-
-    @property
-    def kind(self) -> str:
-        """The library's class that reads it."""
-        return type(self._hf).__name__
 
     def encode(
         self, text: str, add_special_tokens: bool = True, limit: int | None = None
@@ -293,8 +291,8 @@ class Tokenizer:
             return text if add_generation_prompt or continue_final_message else f"{text}\n"
         shown = list(tools) if tools else None
         variables = dict(template_kwargs or {})
-        template: str = self._hf.get_chat_template(tools=shown)
-        _check_variables(template, shown, variables, self._reserved_variables)
+        template = self._template(shown)
+        _check_variables(template, shown, variables)
         if not re.search(r"\bimage", template):
             # The template does not support images, and maybe not content parts either.
             checked = with_placeholders(checked, placeholders)
@@ -306,16 +304,20 @@ class Tokenizer:
             template=template,
             messages=checked,
             tools=shown,
-            variables={**self._hf.special_tokens_map, **variables},
+            variables={**self._named, **variables},
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
 
-    @cached_property
-    def _reserved_variables(self) -> frozenset[str]:
-        """Names that steer the rendering; a request may not set them."""
-        names = frozenset(inspect.signature(self._hf.apply_chat_template).parameters)
-        return names - {"documents", "kwargs"} | {"messages", "conversations"}
+    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """The template for a conversation with those tools (None: without any)."""
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise BadModel(
+                f"none of the model's chat templates {sorted(self._templates)} is called 'default'",
+                "Name one so in the model's folder",
+            )
+        return self._templates[name]
 
     @cached_property
     def _longest_token(self) -> int:
@@ -330,12 +332,14 @@ class Tokenizer:
         return max([plain, *(len(token.content.encode()) for token in added)])
 
     def _decode_window(self, ids: list[int]) -> str:
-        text: str = self._hf.decode(ids, skip_special_tokens=True)
-        return text
+        return self._decoded(ids, skip_special_tokens=True)
 
     def _decode_all(self, ids: list[int]) -> str:
-        text: str = self._hf.decode(ids, skip_special_tokens=False)
-        return text
+        return self._decoded(ids, skip_special_tokens=False)
+
+    def _decoded(self, ids: list[int], skip_special_tokens: bool) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return cleaned(text) if self._clean_up else text
 
 
 def _num_bytes(text: str) -> int:
@@ -359,39 +363,6 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(folder)
 
 
-def _load(folder: Path) -> Any:
-    """The library's tokenizer of a folder, or BadModel."""
-    from transformers.utils import logging as hf_logging
-
-    # The library warns that it does not know our model types; it only reads the tokenizer here.
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    try:
-        if is_gguf(folder):
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer.from_pretrained(
-                folder.parent, gguf_file=folder.name, local_files_only=True
-            )
-        if (folder / "tokenizer.json").exists():
-            # This file says everything, and the class that only reads it needs no torch.
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        # Older files are converted by the class of their model; finding it imports torch.
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:
-        # Whatever the tokenizer library raises on a broken file, the user sees one line.
-        raise BadModel(
-            f"the tokenizer in {folder} cannot be read: {error}",
-            "Check tokenizer.json, or remove it and pass prompt_token_ids",
-        ) from error
-    finally:
-        hf_logging.set_verbosity(verbosity)
-
-
 def _bound_cache(backend: Backend) -> None:
     """Keep few encoded words, where the model keeps any."""
     resize = getattr(backend.model, "_resize_cache", None)
@@ -410,14 +381,12 @@ def _byte_level(backend: Backend) -> bool:
     return "ByteLevel" in kinds and kinds <= {"ByteLevel", "Split", "Digits"} and not removing
 
 
-def _check_variables(
-    template: str, tools: Any, variables: dict[str, Any], reserved: frozenset[str]
-) -> None:
+def _check_variables(template: str, tools: Any, variables: dict[str, Any]) -> None:
     """Raise BadRequest for what the template would ignore or must not be given."""
     if tools and not re.search(r"\btools\b", template):
         raise _refused("tools", "the model's chat template has no place for tools")
     for name in variables:
-        if name in reserved:
+        if name in RESERVED:
             raise _refused(VARIABLES, f"{name!r} is not a variable of the chat template")
         if not re.search(rf"\b{re.escape(name)}\b", template):
             raise _refused(VARIABLES, f"the model's chat template has no variable {name!r}")

@@ -39,7 +39,7 @@ def streamed(tokenizer: Tokenizer, ids, prompt=()) -> str:
 
 def whole(tokenizer: Tokenizer, ids) -> str:
     """The tokenizer library's own decoding."""
-    return tokenizer._hf.decode(list(ids), skip_special_tokens=True)
+    return tokenizer._decode_window(list(ids))
 
 
 def random_ids(tokenizer: Tokenizer, rng: random.Random, skip=frozenset()) -> list[int]:
