@@ -31,6 +31,10 @@ and misses."""
 _FOR_ALL_AND_MAPPED = 3
 """Flags of cudaHostRegister: for all contexts (1), mapped into the device's address space (2)."""
 
+MEASURED_BYTES = 64 << 20
+"""Bytes of the copy that measures the rate between host memory and the device: about a millisecond
+over PCIe 5."""
+
 
 class FrameMap(NamedTuple):
     """Which frames hold which pages, for H heads of one layer or of several. See
@@ -118,6 +122,21 @@ class Frames:
         """Empty all frames."""
         self.map.frame_of.fill_(NOWHERE)
 
+    def fill_rate(self) -> float:
+        """Bytes a second that copies from host memory into the frames of a layer reach, measured on
+        a GPU; no frame may hold a page yet."""
+        page_bytes = self.heads * self.sheet_bytes
+        count = min(self.count, self.map.frame_of.shape[1], MEASURED_BYTES // page_bytes)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # The first copy pays for what CUDA sets up and is not counted.
+        for event in (begin, end):
+            for sources, places in zip(*self.of_layer(0), strict=True):
+                places[:count].copy_(sources[:count])
+            event.record()
+        end.synchronize()
+        milliseconds: float = begin.elapsed_time(end)
+        return 1e3 * count * page_bytes / milliseconds
+
     def traffic(self) -> tuple[int, int, int]:
         """Hits, misses (sheets, each counted once a call) and the bytes that misses fetched since
         the start; waits for the device."""
@@ -135,20 +154,25 @@ def host_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     if device.type != "cuda" or not nbytes:
         return torch.empty(shape, dtype=dtype, device=device)
     with torch.cuda.device(device):
-        mapped = torch.as_tensor(_Locked(_filled(nbytes)), device=device)
+        mapped = torch.as_tensor(_Locked(huge_pages(nbytes)), device=device)
     return mapped.view(dtype).view(shape)
 
 
-def _filled(nbytes: int) -> Tensor:
-    """Host memory in huge pages, zeroed by several threads: locking memory that was not touched
-    before takes a second a gigabyte."""
-    pages = mmap.mmap(-1, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
+def huge_pages(nbytes: int) -> Tensor:
+    """Zeroed host memory in huge pages where the system has them: as [nbytes] uint8.
+
+    It is touched by several threads, because the OS clears a page at its first access and locking
+    untouched memory does that in one thread. It is private: shared memory, which `mmap` gives by
+    default, does not get huge pages unless a setting of the system (`shmem_enabled`) says so.
+    """
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):
+                pages.madvise(getattr(mmap, advice))
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     with ThreadPoolExecutor() as pool:
-        for _ in pool.map(Tensor.zero_, memory.split(1 << 28)):
+        for _ in pool.map(Tensor.zero_, memory[:: mmap.PAGESIZE].split(1 << 14)):
             pass
     return memory
 

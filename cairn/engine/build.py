@@ -244,6 +244,9 @@ def load_runner(
         log.info("memory: %s", ", ".join(f"{what} {gib(count)}" for what, count in table))
     sizes = PoolSizes(memory.group_pages, config.max_num_seqs, memory.snapshots, memory.frames)
     pools = CachePools(schema, sizes, device, with_graphs)
+    if on_gpu and pools.frames is not None:
+        memory = memory.with_host_rate(pools.frames.fill_rate())
+        announce(memory.choices[-1:] if group.rank == 0 else (), ())
     if not on_gpu:
         settle_on_cpu(dtype)
     runner = Runner(module, spec.mixers, pools, shape, device, group)

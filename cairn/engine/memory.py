@@ -159,6 +159,13 @@ class MemoryPlan:
         """Number of pages by page group."""
         return (self.num_pages, self.window_pages) if self.window_pages else (self.num_pages,)
 
+    def with_host_rate(self, rate: float) -> MemoryPlan:
+        """The plan with a choice that says how fast, in bytes a second, the device reads pages in
+        host memory."""
+        reason = "a copy of pages from host memory was measured"
+        choice = Choice("host_read_rate", f"{rate / 1e9:.1f} GB/s", reason)
+        return replace(self, choices=(*self.choices, choice))
+
     def table(self, weights: int, usage: Usage | None) -> Lines:
         """(what, bytes) of everything in the memory; on a GPU the sum is the whole device.
 

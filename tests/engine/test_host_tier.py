@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from cairn.attention.base import StepPlan
 from cairn.attention.hsa import HsaBackend
 from cairn.attention.inputs import HilsInputs
-from cairn.cache.frames import FrameMap
+from cairn.cache.frames import FrameMap, huge_pages
 from cairn.engine.build import Built
 from cairn.errors import BadConfig, OutOfMemory
 from cairn.ops.registry import force
@@ -134,6 +136,9 @@ def test_decode_through_frames_gives_the_bits_of_pages() -> None:
         assert one.tokens == other.tokens and np.array_equal(one.logprobs, other.logprobs)
     hits, misses, _ = engines[1].runner.pools.frame_traffic()
     assert hits > misses > 0
+    assert re.fullmatch(
+        r"host_read_rate=[1-9][\d.]* GB/s  because .*", str(engines[1].memory.choices[-1])
+    )
 
 
 def test_a_page_that_is_written_anew_leaves_its_frame() -> None:
@@ -144,6 +149,17 @@ def test_a_page_that_is_written_anew_leaves_its_frame() -> None:
         prompt = text(seed, 120, engines[0].spec.vocab_size)
         plain, found = (run(built, [prompt], greedy(3))[0] for built in engines)
         assert_same(found, plain)
+
+
+def test_host_memory_may_have_huge_pages() -> None:
+    """Shared memory has none in most systems, and a page of it is cleared several times slower."""
+    memory = huge_pages(5 << 20)
+    assert len(memory) == 5 << 20 and not memory.any()
+    for mapping in re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.M):
+        begin, end = (int(n, 16) for n in (mapping.split(maxsplit=1) or ["0-0"])[0].split("-"))
+        if begin <= memory.data_ptr() < end:
+            flags = mapping.split("VmFlags:")[1].split()
+            assert {"hg", "dc"} <= {*flags} and "sh" not in flags
 
 
 def test_models_and_options_without_host_tier_are_refused(monkeypatch) -> None:
