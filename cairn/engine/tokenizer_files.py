@@ -1,8 +1,8 @@
 """Reads the tokenizer of a model folder.
 
-tokenizer.json and the settings beside it are read with the library `tokenizers`, to the same result
+tokenizer.json and tokenizer_config.json are read with the library `tokenizers`, to the same result
 as `PreTrainedTokenizerFast` of transformers: every process of a server reads them, and importing
-transformers would take half of a server's start. Other files are left to transformers.
+transformers would take half of a server's start. Folders with other files are left to transformers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from cairn.models.checkpoint import is_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 CONFIG_FILE = "tokenizer_config.json"
+DECODER = "added_tokens_decoder"
 FOR_TRANSFORMERS = frozenset({"fast_tokenizer_files", "fix_mistral_regex"})
 """Settings of tokenizer_config.json that only transformers follows."""
-NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-"""Special tokens that every tokenizer may have; a model's own ones end in `_token` too."""
+OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
+"""What tokenizer_config.json replaces where it has `added_tokens_decoder`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,8 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
         if is_gguf(path) or not (path / "tokenizer.json").exists():
             return _by_transformers(path)
         config = _json(path / CONFIG_FILE)
-        if config.keys() & FOR_TRANSFORMERS:
+        older = any((path / name).exists() for name in OLDER_FILES)
+        if config.keys() & FOR_TRANSFORMERS or (older and DECODER not in config):
             return _by_transformers(path)
         return _from_json(path, config)
     except Exception as error:
@@ -66,9 +68,6 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
 def _from_json(folder: Path, config: dict[str, Any]) -> TokenizerFiles:
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    older = "added_tokens_decoder" not in config
-    if older:
-        config |= _json(folder / "special_tokens_map.json")
     if backend.padding is not None:
         config.setdefault("pad_token", backend.padding["pad_token"])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
@@ -81,10 +80,7 @@ def _from_json(folder: Path, config: dict[str, Any]) -> TokenizerFiles:
         if name.endswith("_token") and isinstance(value, str | dict)
     }
     further = [*map(_special, extra)]
-    if older:
-        added = _older_tokens(folder, {token.content for token in (*named.values(), *further)})
-    else:
-        added = {int(i): AddedToken(**token) for i, token in config["added_tokens_decoder"].items()}
+    added = {int(i): AddedToken(**token) for i, token in config.get(DECODER, {}).items()}
     _add_missing(backend, added, named.values(), further)
     return TokenizerFiles(
         backend=backend,
@@ -100,17 +96,6 @@ def _special(value: str | Mapping[str, Any]) -> AddedToken:
     fields = {"content": value} if isinstance(value, str) else dict(value)
     fields.pop("__type", None)
     return AddedToken(**{**fields, "special": True})
-
-
-def _older_tokens(folder: Path, special: Collection[str]) -> dict[int, AddedToken]:
-    """The tokens of added_tokens.json by id, those that tokenizer.json has too left out."""
-    ids = _json(folder / "added_tokens.json")
-    held = {token["id"] for token in _json(folder / "tokenizer.json")["added_tokens"] if ids}
-    return {
-        i: AddedToken(text, normalized=text not in special, special=text in special)
-        for text, i in ids.items()
-        if i not in held
-    }
 
 
 def _add_missing(
