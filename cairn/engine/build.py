@@ -167,11 +167,13 @@ def build(
 
 
 def ranks_of(
-    config: EngineConfig, on_death: Callable[[EngineDead], object] = lambda error: None
+    config: EngineConfig,
+    on_death: Callable[[EngineDead], object] = lambda error: None,
+    listener: int | None = None,
 ) -> Ranks:
     """Start the other ranks; see `Ranks`."""
     size, device = config.tensor_parallel_size, torch.device(config.device)
-    return Ranks(size, device, on_death, config.nodes)
+    return Ranks(size, device, on_death, config.nodes, listener)
 
 
 def settled(options: EngineOptions, config: EngineConfig) -> EngineOptions:

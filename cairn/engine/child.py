@@ -148,6 +148,7 @@ class Child:
                 [sys.executable, "-P", "-m", "cairn.engine.process", self._folder],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
+                pass_fds=() if launch.listener is None else (launch.listener,),
             )
         except OSError as error:
             raise BadConfig(

@@ -70,7 +70,7 @@ class EngineClient:
         stuck_seconds: seconds without a heartbeat after which the engine process counts as stuck.
         step_limit: seconds that one step may take.
         replica: index of this engine in a Fleet, and the number of engines.
-        meeting: see `Launch`.
+        meeting, listener: see `Launch`.
 
     Attributes:
         info: what the engine is, after `start`.
@@ -91,6 +91,7 @@ class EngineClient:
         step_limit: float = 300.0,
         replica: tuple[int, int] = (0, 1),
         meeting: str | None = None,
+        listener: int | None = None,
     ) -> None:
         self.stats = Stats()
         self.phases: dict[str, float] = {}
@@ -98,7 +99,7 @@ class EngineClient:
         self._model = model
         self._options = options
         self._max_waiting = max_waiting
-        self._replica, self._meeting = replica, meeting
+        self._replica, self._meeting, self._listener = replica, meeting, listener
         self._watchdog = Watchdog(stuck_seconds, step_limit)
         self._shape: CoreShape | None = None
         self._submissions: dict[str, Submission] = {}
@@ -125,7 +126,7 @@ class EngineClient:
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         level = logging.getLevelName(logging.getLogger("cairn").level).lower()
         known = level if level in LEVELS else None
-        given = self._options, os.getpid(), known, *self._replica, self._meeting
+        given = self._options, os.getpid(), known, *self._replica, self._meeting, self._listener
         launch = Launch(str(self._model), *given)
         self._child = Child(launch, self._take)
         self._watcher = asyncio.create_task(self._watch(), name="engine watchdog")

@@ -41,6 +41,8 @@ class Launch(msgspec.Struct, frozen=True):
         replica, replicas: number of this engine among those that share the machine, from 0, and how
             many they are.
         meeting: rendezvous file of replicas that share experts; None: each replica has all experts.
+        listener: descriptor of the socket at which other nodes report, which the process inherits;
+            None: it binds the address in its options.
     """
 
     model: str
@@ -50,6 +52,7 @@ class Launch(msgspec.Struct, frozen=True):
     replica: int = 0
     replicas: int = 1
     meeting: str | None = None
+    listener: int | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import signal
 import socket
 import threading
 import time
@@ -23,23 +22,23 @@ log = get_logger(__name__)
 WATCHED_EVERY = 0.2
 
 
-def serve_node(nodes: Nodes, health: socket.socket | None, say: Callable[[str], object]) -> int:
-    """Run this host's ranks until node 0 ends or a signal comes.
+def serve_node(
+    nodes: Nodes,
+    health: socket.socket | None,
+    stop: threading.Event,
+    say: Callable[[str], object],
+) -> None:
+    """Run this host's ranks until node 0 ends or `stop` is set.
 
     Args:
         nodes: this node's index (not 0) and the others.
         health: a listening socket on which /health answers; None: none does.
+        stop: set from outside.
         say: shows one line.
-
-    Returns:
-        The exit code.
 
     Raises:
         EngineDead: node 0 cannot be reached, refuses this node or is lost; a rank has ended.
     """
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     connection, welcome = join(nodes)
     here = welcome.ranks // nodes.count
     ranks = range(nodes.number * here, (nodes.number + 1) * here)
@@ -53,7 +52,7 @@ def serve_node(nodes: Nodes, health: socket.socket | None, say: Callable[[str], 
     say(f"node {nodes.number} of {nodes.count}: ranks {ranks.start} to {ranks.stop - 1}")
     try:
         with _answering(health):
-            return _pass_on(nodes, connection, processes, stop)
+            _pass_on(nodes, connection, processes, stop)
     finally:
         end_processes([each.process for each in processes])
         connection.close()
@@ -61,7 +60,7 @@ def serve_node(nodes: Nodes, health: socket.socket | None, say: Callable[[str], 
 
 def _pass_on(
     nodes: Nodes, connection: socket.socket, processes: list[RankProcess], stop: threading.Event
-) -> int:
+) -> None:
     ended = threading.Event()
     reading = threading.Thread(target=_orders, args=(connection, processes, ended), daemon=True)
     reading.start()
@@ -75,12 +74,11 @@ def _pass_on(
                 raise dead
         if ended.is_set():
             log.info("node 0 has ended")
-            return 0
+            return
         if time.monotonic() - beaten > BEAT_SECONDS:
             beaten = time.monotonic()
             with contextlib.suppress(OSError):
                 send_frame(connection, Beat(), nodes.secret)
-    return 0
 
 
 def _orders(

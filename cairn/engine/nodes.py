@@ -151,13 +151,17 @@ class Meeting:
 
     Args:
         nodes: of which this one is number 0.
+        listener: descriptor of a socket that listens there already; None: there is none.
 
     Raises:
         BadConfig: the port cannot be bound.
     """
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, listener: int | None = None) -> None:
         self._nodes = nodes
+        if listener is not None:
+            self._listener = socket.socket(fileno=listener)
+            return
         port = 0 if nodes.launched else nodes.port
         family = socket.AF_INET6 if ":" in nodes.host else socket.AF_INET
         try:
@@ -255,14 +259,13 @@ def join(nodes: Nodes) -> tuple[socket.socket, Welcome]:
                     "Start it, and check --dist-init-addr",
                 ) from None
             time.sleep(0.1)
-    connection.settimeout(SILENCE_SECONDS)
+    # The port may be bound before node 0's engine runs, which answers.
+    connection.settimeout(nodes.seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         challenge = receive_frame(connection, Challenge, b"")
         hello = Hello(challenge.nonce, VERSIONS, nodes.number, nodes.count)
         send_frame(connection, hello, nodes.secret)
-        # Node 0 may still be waiting for other nodes before it answers this one.
-        connection.settimeout(nodes.seconds)
         welcome = receive_frame(connection, Welcome, b"")
     except (OSError, WireError) as error:
         raise EngineDead(f"node 0 at {nodes.host}:{port} does not answer: {error}") from None

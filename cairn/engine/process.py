@@ -178,7 +178,8 @@ def _serve(
 
     faults = faults_of(os.environ)
     phase_ended("import")
-    start, engines = functools.partial(ranks_of, on_death=rank_ended), None
+    start = functools.partial(ranks_of, on_death=rank_ended, listener=launch.listener)
+    engines = None
     if launch.meeting is not None:
         group = group_of_engines(launch.meeting, launch.replica, launch.replicas)
         engines = Engines(group, rank_ended)

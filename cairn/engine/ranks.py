@@ -145,6 +145,7 @@ class Ranks:
         device: device of rank 0.
         on_death: called once, from a thread, when a rank is gone.
         nodes: of which this one is number 0; None: all ranks are here.
+        listener: see `Meeting`.
 
     Attributes:
         group: this process among them.
@@ -160,10 +161,11 @@ class Ranks:
         device: torch.device,
         on_death: Callable[[EngineDead], object] = lambda error: None,
         nodes: Nodes | None = None,
+        listener: int | None = None,
     ) -> None:
         self.size = size
         self.orders = OrderWriter()
-        meeting = None if nodes is None else Meeting(nodes)
+        meeting = None if nodes is None else Meeting(nodes, listener)
         host = LOOPBACK if nodes is None else nodes.host
         self._store, self._on_death = hold_store(host), on_death
         self._ended, self._failing = threading.Event(), threading.Lock()

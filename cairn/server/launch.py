@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -83,20 +84,25 @@ def serve(model: Path, engine: EngineOptions, options: ServerOptions, say: Say) 
             "Start a server on each host, with a router in front",
         )
     if nodes is not None and nodes.number:
-        return _serve_node(nodes, options, say)
+        _serve_node(nodes, options, say)
+        return 0
     with _listening(options) as sockets, contextlib.closing(Tracer(options.trace)) as tracer:
         return asyncio.run(_Life(model, engine, options, tracer, Report(say)).run(sockets))
 
 
-def _serve_node(nodes: Nodes, options: ServerOptions, say: Say) -> int:
+def _serve_node(nodes: Nodes, options: ServerOptions, say: Say) -> None:
     """Run the ranks of a node above 0, which answers /health alone; see `serve_node`."""
     from cairn.engine.node import serve_node
 
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     if nodes.launched:
         # Several torchrun processes share a host: none of them takes the port for /health.
-        return serve_node(nodes, None, say)
+        serve_node(nodes, None, stop, say)
+        return
     with _bound(options.host, options.port, "--port") as listener:
-        return serve_node(nodes, listener, say)
+        serve_node(nodes, listener, stop, say)
 
 
 class _Server(uvicorn.Server):

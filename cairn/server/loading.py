@@ -26,13 +26,17 @@ from cairn.specs.media import resolve_media
 
 
 def new_state(
-    model: Path, engine: EngineOptions, options: ServerOptions, tracer: Tracer
+    model: Path,
+    engine: EngineOptions,
+    options: ServerOptions,
+    tracer: Tracer,
+    listener: int | None = None,
 ) -> ServerState:
-    """The state of a server that has loaded nothing yet.
+    """The state of a server that has loaded nothing yet; `listener` is for its `EngineClient`.
 
     Raises BadModel for a generation_config.json that cannot be read.
     """
-    client = new_client(model, engine, options)
+    client = new_client(model, engine, options, listener)
     name, *aliases = options.served_model_names or (model.resolve().name,)
     state = ServerState(
         options=options,
@@ -50,7 +54,12 @@ def new_state(
     return state
 
 
-def new_client(model: Path, engine: EngineOptions, options: ServerOptions) -> Engine:
+def new_client(
+    model: Path,
+    engine: EngineOptions,
+    options: ServerOptions,
+    listener: int | None = None,
+) -> Engine:
     """An engine that has not been started, or as many replicas as the options say."""
     replicas, meeting = options.data_parallel_size, None
     if replicas > 1 and engine.enable_expert_parallel:
@@ -64,6 +73,7 @@ def new_client(model: Path, engine: EngineOptions, options: ServerOptions) -> En
             step_limit=options.step_limit,
             replica=(number, replicas),
             meeting=None if meeting is None else str(meeting / "replicas"),
+            listener=listener,
         )
 
     if replicas == 1:

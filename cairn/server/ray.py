@@ -1,12 +1,16 @@
 """The API on Ray Serve: replicas with an engine each, which Ray places, watches and starts again.
 
-Needs `pip install 'cairn-llm[ray]'`. Only the public API of ray.serve is used.
+Needs `pip install 'cairn-llm[ray]'`. Only Ray's public API is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
+import socket
+import threading
 import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,9 +19,10 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from cairn.config import EngineOptions
-from cairn.errors import BadConfig
+from cairn.errors import BadConfig, EngineDead
 from cairn.models.registry import load_spec
 from cairn.names import checked_keywords
+from cairn.obs.log import get_logger
 from cairn.obs.trace import Tracer
 from cairn.server.app import create_app
 from cairn.server.hosts import HostCheck
@@ -27,6 +32,9 @@ from cairn.server.options import ServerOptions
 from cairn.server.prefill import AfterPrefill, prompt_computed
 from cairn.server.report import Say
 from cairn.specs.disaggregation import DECODE, PREFILL, SECRET_VARIABLE
+from cairn.specs.nodes import resolve_nodes
+
+log = get_logger(__name__)
 
 NAME = "cairn"
 STOP_SECONDS = 2.0
@@ -46,6 +54,7 @@ class Plan:
         engine: options of each engine, as keywords of `cairn.LLM`.
         server: options of each server, as fields of ServerOptions; host and port are Ray's proxy's.
         resources: what a replica takes of a node, as Ray's `ray_actor_options`: num_gpus, num_cpus.
+            It has as many nodes as `nnodes` of `engine` says, and takes the same of each.
         autoscaling: Ray's `autoscaling_config`, in place of `replicas`.
         prefill: servers that compute the prompts for these, which then decode alone: `replicas`,
             `resources`, and in `engine` what differs from the others' options. Empty: none.
@@ -68,7 +77,7 @@ class Plan:
         if type(self.replicas) is not int or self.replicas < 1:
             raise BadConfig(f"replicas must be an integer >= 1, not {self.replicas!r}")
         # Refused here, not on another machine.
-        self._check_node(*self.options())
+        self._check_nodes(*self.options())
         if self.prefill:
             self.of_prefill()
 
@@ -78,20 +87,49 @@ class Plan:
         server = {k: tuple(v) if isinstance(v, list) else v for k, v in self.server.items()}
         return EngineOptions(**self.engine), ServerOptions(**server)
 
-    def _check_node(self, engine: EngineOptions, server: ServerOptions) -> None:
-        """Raise BadConfig unless a replica fits one node, where its actor starts all its ranks."""
+    def _check_nodes(self, engine: EngineOptions, server: ServerOptions) -> None:
+        """Raise BadConfig unless Ray can place a replica's ranks on its nodes."""
+        for name in ("node_rank", "dist_init_addr", "master_addr", "master_port"):
+            if value := getattr(engine, name):
+                raise BadConfig(f"{name} is {value!r}, but Ray places nodes", f"Leave out {name}")
+        ranks = engine.tensor_parallel_size
+        resolve_nodes(replace(engine, dist_init_addr="127.0.0.1:1"), ranks, {})
         if engine.nnodes > 1:
-            raise BadConfig(
-                f"nnodes is {engine.nnodes}, but all ranks of a replica on Ray are on one node",
-                "Leave nnodes out, or start `cairn serve --nnodes` on each node without Ray",
-            )
-        ranks = engine.tensor_parallel_size * server.data_parallel_size
+            self._check_several(engine, server)
+        here = ranks * server.data_parallel_size // engine.nnodes
         gpus = self.resources.get("num_gpus")
-        if gpus and ranks > max(1, gpus):
+        if gpus and here > max(1, gpus):
             raise BadConfig(
-                f"a replica has {ranks} ranks, but [resources] gives it num_gpus = {gpus}",
-                f"Write num_gpus = {ranks}: each rank takes a GPU of the replica's node",
+                f"a replica has {here} ranks on a node, but [resources] gives it num_gpus = {gpus}",
+                f"Write num_gpus = {here}: each rank takes a GPU of its node",
             )
+
+    def _check_several(self, engine: EngineOptions, server: ServerOptions) -> None:
+        """Raise BadConfig for what a replica on several nodes cannot have."""
+        nodes = f"nnodes is {engine.nnodes}"
+        if server.data_parallel_size > 1:
+            raise BadConfig(
+                f"{nodes} and data_parallel_size {server.data_parallel_size}, but the engines of "
+                "one server are on one node",
+                f"Write replicas = {server.data_parallel_size} in its place",
+            )
+        if self.prefill or engine.disaggregation_mode not in (None, "null"):
+            raise BadConfig(
+                f"{nodes}, but pages of an engine on several nodes are not sent to others",
+                "Leave out nnodes, or [prefill] and disaggregation_mode",
+            )
+        if not self.bundle:
+            raise BadConfig(
+                f"{nodes}, but [resources] takes nothing of a node",
+                "Write num_cpus or num_gpus above 0: Ray places nodes by what they take",
+            )
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What a replica takes of a node, as a bundle of Ray's placement groups."""
+        taken = {"CPU": self.resources.get("num_cpus", 1), "GPU": self.resources.get("num_gpus")}
+        taken |= {"memory": self.resources.get("memory"), **self.resources.get("resources", {})}
+        return {name: amount for name, amount in taken.items() if amount}
 
     def of_prefill(self) -> Plan:
         """The plan of the servers that compute prompts. Raises BadConfig for what is impossible."""
@@ -139,14 +177,43 @@ class Replica:
             # Without a secret only engines of the same node can take its pages.
             engine = replace(engine, disaggregation_bootstrap_host=get_node_ip_address())
         model = Path(plan.model)
-        self._state = new_state(model, engine, options, Tracer(options.trace))
-        await load(self._state, model, lambda name, seconds: None)
+        with contextlib.ExitStack() as until_loaded:
+            listener = None
+            if engine.nnodes > 1:
+                listener, engine = self._start_nodes(plan, engine)
+                until_loaded.callback(os.close, listener)
+            self._state = new_state(model, engine, options, Tracer(options.trace), listener)
+            await load(self._state, model, lambda name, seconds: None)
         self._state.loaded = True
         self._app: ASGIApp = create_app(
             self._state, HostCheck.of(self._state.options, self._state.options.host)
         )
         if prefill is not None:
             self._app = AfterPrefill(self._app, prefill.prompt.remote)
+
+    def _start_nodes(self, plan: Plan, engine: EngineOptions) -> tuple[int, EngineOptions]:
+        """Start the replica's other nodes, an actor in each other bundle of its placement group.
+
+        Returns:
+            The descriptor of the socket at which they report, and the options with its address.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        host = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family, backlog=128)
+        secret = os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
+        engine = replace(engine, dist_init_addr=f"{host}:{listener.getsockname()[1]}")
+        group = ray.util.get_current_placement_group()
+        # Ray ends the actors with this one, which owns them.
+        self._nodes = []
+        for number in range(1, engine.nnodes):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            options = {"num_cpus": 1, **plan.resources, "scheduling_strategy": place}
+            self._nodes.append(ray.remote(Node).options(**options).remote())
+            self._nodes[-1].run.remote(replace(engine, node_rank=number), secret)
+        return listener.detach(), engine
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
@@ -165,6 +232,23 @@ class Replica:
         close(self._state)
 
 
+class Node:
+    """A node above 0 of a replica, in an actor of Ray."""
+
+    def run(self, engine: EngineOptions, secret: str) -> None:
+        """Run the ranks of this node until node 0 ends. Raises EngineDead as `serve_node`."""
+        from cairn.engine.node import serve_node
+
+        os.environ[SECRET_VARIABLE] = secret
+        nodes = resolve_nodes(engine, engine.tensor_parallel_size, os.environ)
+        assert nodes is not None
+        try:
+            serve_node(nodes, None, threading.Event(), print)
+        except EngineDead as error:
+            log.error("node %d ends: %s", nodes.number, error)
+            raise
+
+
 def application(plan: Plan) -> Any:
     """The deployments of a plan, for `ray.serve.run` or a config file of Ray Serve."""
     if not plan.prefill:
@@ -181,6 +265,10 @@ def _deployment(plan: Plan, name: str) -> Any:
     how_many: dict[str, Any] = {"num_replicas": plan.replicas}
     if plan.autoscaling:
         how_many = {"autoscaling_config": plan.autoscaling}
+    placed: dict[str, Any] = {}
+    if engine.nnodes > 1:
+        placed["placement_group_bundles"] = [plan.bundle] * engine.nnodes
+        placed["placement_group_strategy"] = "STRICT_SPREAD"
     return serve.deployment(
         serve.ingress()(Replica) if name == NAME else Replica,
         name=name,
@@ -190,6 +278,7 @@ def _deployment(plan: Plan, name: str) -> Any:
         max_ongoing_requests=engine.max_num_seqs + options.max_waiting,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         **how_many,
+        **placed,
     )
 
 

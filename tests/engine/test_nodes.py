@@ -86,7 +86,9 @@ def test_two_nodes_give_what_one_gives() -> None:
 @contextmanager
 def met(nodes: Nodes) -> Iterator[tuple[Nodes, list]]:
     """A meeting in a thread: where it is, and what comes of it."""
-    meeting, found = Meeting(replace(nodes, port=free_port())), []
+    listener, found = socket.create_server((nodes.host, 0)), []
+    there = replace(nodes, number=1, port=listener.getsockname()[1])
+    meeting = Meeting(nodes, listener.detach())
 
     def accept() -> None:
         try:
@@ -96,7 +98,7 @@ def met(nodes: Nodes) -> Iterator[tuple[Nodes, list]]:
 
     thread = threading.Thread(target=accept)
     thread.start()
-    yield replace(nodes, number=1, port=meeting._listener.getsockname()[1]), found
+    yield there, found
     thread.join(20)
 
 

@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from cairn.errors import BadConfig, BadRequest
+from cairn.llm import LLM
 from cairn.server.prefill import AfterPrefill, prompt_computed
 from cairn.server.ray import plan_of
+from cairn.types import SamplingParams
 from tests.engine.children import MODEL
 from tests.server.running import PROGRAM
 
@@ -35,6 +37,7 @@ allowed_hosts = ["127.0.0.1"]
 [resources]
 num_cpus = 0.5
 """
+TWO_NODES = 'model = "m"\n[engine]\nnnodes = 2\ntensor_parallel_size = 4\n'
 URL = "http://127.0.0.1:8765"
 START_SECONDS = 400
 
@@ -57,13 +60,15 @@ def test_a_plan_is_read():
         ('model = "m"\nengine = 3', r"Write a table \[engine\]"),
         ('model = "m"\n[engine]\ndevice = "tpu"', "device is 'tpu'"),
         ('model = "m"\n[server]\nmax_m = 1', "no option 'max_m'. Did you mean 'max_n'"),
-        (
-            'model = "m"\n[engine]\nnnodes = 2\ntensor_parallel_size = 2',
-            "nnodes is 2, but all ranks",
-        ),
+        ('model = "m"\n[engine]\nnnodes = 2', "is 1, which 2 nodes cannot share evenly"),
+        ('model = "m"\n[engine]\ndist_init_addr = "a:1"', "'a:1', but Ray places nodes. Leave out"),
+        (TWO_NODES + "[server]\ndata_parallel_size = 2", "engines of one server are on one node"),
+        (TWO_NODES + "[prefill]\nreplicas = 1", "pages of an engine on several nodes"),
+        (TWO_NODES + "[resources]\nnum_cpus = 0", "takes nothing of a node"),
+        (TWO_NODES + "[resources]\nnum_gpus = 1", "has 2 ranks on a node, but .* num_gpus = 1"),
         (
             'model = "m"\n[engine]\ntensor_parallel_size = 2\n[resources]\nnum_gpus = 1',
-            "has 2 ranks, but .* num_gpus = 1",
+            "has 2 ranks on a node, but .* num_gpus = 1",
         ),
         ('model = "m"\n[prefill]\nreplica = 1', r"\[prefill\] has 'replica'"),
         ('model = "m"\n[prefill.engine]\ndevice = "tpu"', "device is 'tpu'"),
@@ -80,6 +85,11 @@ replicas = 1
 engine = { kv_host_memory = "32MiB" }
 resources = { num_cpus = 0.25 }
 """
+
+
+def test_a_node_of_a_replica_is_a_bundle():
+    resources = "[resources]\nnum_gpus = 2\nmemory = 5\nresources = {fast = 1}"
+    assert plan_of(TWO_NODES + resources).bundle == {"CPU": 1, "GPU": 2, "memory": 5, "fast": 1}
 
 
 def test_prompts_have_servers_of_their_own():
@@ -126,15 +136,19 @@ def test_a_prompt_is_computed_elsewhere_first(failing):
     assert asked[2:] == [{"input": "a"}]
 
 
-def engines() -> set[int]:
-    """Processes of engines whose model is served on Ray."""
+def engines(module="cairn.engine.process") -> set[int]:
+    """Processes of engines, or of ranks on other nodes, whose parents are actors of Ray."""
     found = set()
     for process in psutil.process_iter(["cmdline"]):
-        if "cairn.engine.process" in (process.info["cmdline"] or ()):
+        if module in (process.info["cmdline"] or ()):
             parent = process.parent()
             if parent is not None and "ray::" in " ".join(parent.cmdline()):
                 found.add(process.pid)
     return found
+
+
+def ranks() -> set[int]:
+    return engines("cairn.engine.rank")
 
 
 def wait_for(condition):
@@ -143,6 +157,10 @@ def wait_for(condition):
         assert time.monotonic() < deadline
         time.sleep(0.5)
     return found
+
+
+def wait_for_end(*processes):
+    wait_for(lambda: not any(map(psutil.pid_exists, processes)))
 
 
 def complete(**fields):
@@ -207,3 +225,47 @@ def test_prefill_and_decode_on_ray(tmp_path):
         process.terminate()
         ended = process.wait(120)
     assert ended == 130
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * START_SECONDS)
+def test_a_replica_on_two_nodes(tmp_path):
+    """On a cluster of two nodes, which are processes of this machine with addresses of their own.
+    Its tokens are those of one rank; it comes back after the end of a rank, an actor or a node."""
+    pytest.importorskip("ray.serve")
+    from ray.cluster_utils import Cluster
+
+    other = {"num_cpus": 1, "node_ip_address": "127.0.0.2"}
+    cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    node = cluster.add_node(**other)
+    plan = PLAN.replace("replicas = 2", "replicas = 1").replace("num_cpus = 0.5", "num_cpus = 1")
+    plan = plan.replace("[engine]", "[engine]\ntensor_parallel_size = 2\nnnodes = 2")
+    (file := tmp_path / "plan.toml").write_text(plan)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "ray", "serve", str(file)],
+        env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": cluster.address},
+    )
+    try:
+        alone = LLM(MODEL, device="cpu", dtype="float32", kv_cache_memory="16MiB")
+        [output] = alone.generate("The stones", SamplingParams(max_tokens=8, temperature=0))
+        for end in ("rank", "actor", "node", None):
+            answer = wait_for(served).json()["choices"][0]
+            assert answer["text"] == output.outputs[0].text
+            [engine], [rank] = engines(), ranks()
+            if end == "rank":
+                os.kill(rank, signal.SIGKILL)
+            elif end == "actor":
+                psutil.Process(rank).parent().kill()
+            elif end == "node":
+                cluster.remove_node(node, allow_graceful=False)
+                wait_for(lambda: not engines() and not ranks())
+                cluster.add_node(**other)
+            if end:
+                wait_for_end(engine, rank)
+        process.terminate()
+        assert process.wait(120) == 130
+        wait_for(lambda: not engines() and not ranks())
+    finally:
+        process.kill()
+        process.wait()
+        cluster.shutdown()
