@@ -59,6 +59,16 @@ from cairn.server.translated import (
     text_part,
 )
 
+PASSED_ON = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stream",
+    "kv_transfer_params",
+)
+"""Fields that are also those of a chat."""
 STOP_REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -122,7 +132,7 @@ def chat_of(given: CountRequest) -> ChatRequest:
         body |= _choice(given.tool_choice)
     if isinstance(given, MessagesRequest):
         body["stop"] = given.stop_sequences
-        for name in ("max_tokens", "temperature", "top_p", "top_k"):
+        for name in PASSED_ON:
             body[name] = getattr(given, name)
     return chat_request(body)
 

@@ -16,11 +16,17 @@ from cairn.server.in_process import Headers, post, replayed, with_length
 
 log = logging.getLogger(__name__)
 
-PATHS = ("/v1/completions", "/v1/chat/completions")
 PARAMETERS = "kv_transfer_params"
-ONE_TOKEN = {"max_tokens": 1, "n": 1, "stream": False, PARAMETERS: {"do_remote_decode": True}}
-LEFT_OUT = ("max_completion_tokens", "min_tokens", "stream_options", "best_of")
-"""Parameters that contradict these."""
+LIMITS = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+"""Paths of requests for text, and the parameter that limits its tokens."""
+KEPT = {"stream": False, PARAMETERS: {"do_remote_decode": True}}
+LEFT_OUT = ("max_completion_tokens", "min_tokens", "n", "stream_options", "best_of")
+"""Parameters that contradict one token."""
 
 Prompt = Callable[[str, Headers, bytes], Awaitable[dict[str, Any] | None]]
 
@@ -39,7 +45,7 @@ class AfterPrefill:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
-        asks = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS
+        asks = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in LIMITS
         if not asks:
             await self._app(scope, receive, send)
             return
@@ -47,11 +53,10 @@ class AfterPrefill:
         asked = _fields(body)
         if asked is not None and PARAMETERS not in asked:
             first = {name: value for name, value in asked.items() if name not in LEFT_OUT}
+            first |= KEPT | {LIMITS[scope["path"]]: 1}
             headers: Headers = [(name, value) for name, value in scope["headers"]]
             try:
-                found = await self._prompt(
-                    scope["path"], headers, msgspec.json.encode(first | ONE_TOKEN)
-                )
+                found = await self._prompt(scope["path"], headers, msgspec.json.encode(first))
             except Exception:
                 log.warning("a prompt was not computed by the other server", exc_info=True)
                 found = None

@@ -83,6 +83,8 @@ def chat_of(given: ResponsesRequest) -> ChatRequest:
         "reasoning_effort": given.reasoning.effort if given.reasoning is not None else None,
         "response_format": _format(given),
         "tool_choice": given.tool_choice,
+        "stream": given.stream,
+        "kv_transfer_params": given.kv_transfer_params,
     }
     if isinstance(given.tool_choice, FlatChoice):
         body["tool_choice"] = {"type": "function", "function": {"name": given.tool_choice.name}}

@@ -13,7 +13,7 @@ from cairn.engine.admission import CoreShape
 from cairn.engine.messages import Delta, Position, Positions, Ready, Stats, Timing
 from cairn.engine.submission import Submission
 from cairn.errors import BadRequest, Busy, EngineDead
-from cairn.types import LayerSelection, LogprobColumns, SamplingParams
+from cairn.types import KvTransferParams, LayerSelection, LogprobColumns, SamplingParams
 
 VOCAB = 256
 LAYERS = (1, 3)
@@ -42,6 +42,7 @@ class FakeClient:
         failure: the delta that comes instead of continuation 0's second one.
         hold: the first token waits for it.
         busy: there is no room.
+        kept: what the last token of a continuation says of pages that are kept for another engine.
         submitted, aborted: what was asked.
     """
 
@@ -55,6 +56,7 @@ class FakeClient:
     failure: dict | None = None
     hold: asyncio.Event | None = None
     busy: bool = False
+    kept: KvTransferParams | None = None
     dead: EngineDead | None = None
     down: dict = field(default_factory=dict)
     step_age: float = 0.0
@@ -162,6 +164,7 @@ class FakeClient:
                 cached_tokens=len(prompt) // 2 if i == 0 else None,
                 finish_reason=("stop" if count == len(answer) else "length") if last else None,
                 timing=Timing(0.1, 0.2, 0.3) if last else None,
+                transfer=self.kept if last else None,
             )
 
     def _prompt_logprobs(self, prompt, params):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from operator import itemgetter
 
 import httpx
 import pytest
@@ -32,14 +33,19 @@ def servers(tmp_path_factory):
         yield prefill, decode
 
 
-def routed(prefill, decode, path="/v1/completions", **body):
+def routed(prefill, decode, path="/v1/completions", limit="max_tokens", **body):
     """What a router does: the prompt to one, the rest to the other."""
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
-    once = {**body, "max_tokens": 1, "kv_transfer_params": asked}
+    once = {**body, limit: 1, "kv_transfer_params": asked}
     given = httpx.post(prefill.url + path, json=once, timeout=60).json()["kv_transfer_params"]
     # vllm-router writes fields of other engines into what it passes on.
-    rest = {**body, "kv_transfer_params": given, "no_stop_trim": False}
+    other = {"no_stop_trim": False} if path.endswith("completions") else {}
+    rest = {**body, "kv_transfer_params": given, **other}
     return httpx.post(decode.url + path, json=rest, timeout=60).json()
+
+
+def response_text(answer) -> str:
+    return answer["output"][0]["content"][0]["text"]
 
 
 def failures(server) -> float:
@@ -62,6 +68,15 @@ def test_two_servers_answer_as_one(servers):
     got = routed(*servers, path="/v1/chat/completions", **chat)
     alone = httpx.post(prefill.url + "/v1/chat/completions", json=chat, timeout=60).json()
     assert got["choices"] == alone["choices"]
+    messages = [{"role": "user", "content": f"m {PROMPT}"}]
+    for path, limit, given, text in (
+        ("/v1/responses", "max_output_tokens", {"input": f"r {PROMPT}"}, response_text),
+        ("/v1/messages", "max_tokens", {"messages": messages}, itemgetter("content")),
+    ):
+        body = {**given, limit: 6, "temperature": 0}
+        got = routed(*servers, path=path, limit=limit, **body)
+        assert text(got) == text(httpx.post(prefill.url + path, json=body, timeout=60).json())
+    assert got["usage"]["cache_read_input_tokens"] > 64
     asked = {"do_remote_decode": True}
     for fields, message in (
         ({"stream": True, "kv_transfer_params": asked}, "the answer is a stream"),

@@ -6,7 +6,7 @@ import pytest
 
 from cairn.errors import EngineDead
 from cairn.server.generation import Generation, Work
-from cairn.types import SamplingParams
+from cairn.types import KvTransferParams, SamplingParams
 from tests.server.fake_api import chat_body, events_of
 from tests.server.fake_client import FakeClient
 from tests.server.raw import Raw
@@ -272,3 +272,28 @@ def test_how_far_the_prompts_are_read(tokenizer):
             return generation.reading
 
     assert asyncio.run(run()) == b": read 4 of 5 tokens\n\n"
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (COMPLETE, {"prompt": "hi", "max_tokens": 1, "min_tokens": 1}),
+        (CHAT, {**chat_body(), "max_tokens": 1, "min_tokens": 1}),
+        ("/v1/messages", {**chat_body(), "max_tokens": 1, "min_tokens": 1}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 1}),
+    ],
+)
+def test_routers_divide_requests_of_all_apis(api, path, body):
+    """As vllm-router 0.1.17 does: the answer of the first engine is a field for the second one."""
+    absent = dict.fromkeys(("remote_block_ids", "remote_host", "remote_port"))
+    keeps = {"kv_transfer_params": {"do_remote_decode": True, **absent}}
+    api.client.kept = KvTransferParams(
+        do_remote_prefill=True, remote_host="h", remote_port=5, remote_request_id="00"
+    )
+    given = api.answer(path, body | keeps)["kv_transfer_params"]
+    assert api.asked.transfer == KvTransferParams(do_remote_decode=True)
+    assert "a stream" in api.error(path, body | keeps | {"stream": True})["message"]
+    api.answer(path, body | {"kv_transfer_params": given})
+    assert api.asked.transfer == api.client.kept
+    api.client.kept = None
+    assert "kv_transfer_params" not in api.answer(path, body)

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.server.protocol.chat import FunctionName
 from cairn.server.protocol.common import CACHED_ANYWAY, ELSEWHERE, Share, StopText, Text
-from cairn.server.protocol.fields import Count, Fields, History, Refusable, no_effect, refused
+from cairn.server.protocol.fields import (
+    Count,
+    Fields,
+    History,
+    Refusable,
+    TokenId,
+    no_effect,
+    refused,
+)
+from cairn.types import KvTransferParams
 
 NO_SERVER_TOOLS = "this server runs no tools: describe yours with an input_schema"
 Cache = Annotated[dict[str, Any] | None, no_effect(CACHED_ANYWAY)]
@@ -211,6 +220,8 @@ class MessagesRequest(CountRequest, kw_only=True):
         stop_sequences: strings that end the output.
         temperature, top_p, top_k: as in ChatRequest.
         stream: send the answer piece by piece, as server-sent events.
+        min_tokens, kv_transfer_params: as in ChatRequest; routers in front of two engines send
+            them.
     """
 
     max_tokens: Count
@@ -219,6 +230,8 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
+    min_tokens: TokenId | None = None
+    kv_transfer_params: KvTransferParams | None = None
     metadata: Annotated[dict[str, Any] | None, no_effect(ELSEWHERE)] = None
     service_tier: Annotated[str | None, no_effect(ELSEWHERE)] = None
     inference_geo: Annotated[str | None, no_effect(ELSEWHERE)] = None
@@ -270,6 +283,7 @@ class MessageResponse(Struct, frozen=True, kw_only=True):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
+    kv_transfer_params: KvTransferParams | UnsetType = UNSET
 
 
 class MessageEvent(Struct, frozen=True, omit_defaults=True):

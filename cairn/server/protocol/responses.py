@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from cairn.server.protocol.chat import FunctionName
 from cairn.server.protocol.common import (
@@ -25,6 +25,7 @@ from cairn.server.protocol.fields import (
     no_effect,
     refused,
 )
+from cairn.types import KvTransferParams
 
 KEPT = "this server keeps nothing: send the whole conversation as input"
 
@@ -137,6 +138,7 @@ class ResponsesRequest(Fields, kw_only=True):
         tools, tool_choice, parallel_tool_calls, temperature, top_p: as in ChatRequest.
         text: its `format` is response_format's, without the inner object of a schema.
         stream: send the answer piece by piece, as server-sent events.
+        kv_transfer_params: as in ChatRequest; routers in front of two engines send them.
     """
 
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -151,6 +153,7 @@ class ResponsesRequest(Fields, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     stream: bool | None = None
+    kv_transfer_params: KvTransferParams | None = None
     previous_response_id: Annotated[Refusable, refused(KEPT)] = None
     conversation: Annotated[Refusable, refused(KEPT)] = None
     prompt: Annotated[Refusable, refused(KEPT)] = None
@@ -213,6 +216,7 @@ class ResponsesAnswer(Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     usage: ResponsesUsage | None = None
     metadata: dict[str, Any] = {}
+    kv_transfer_params: KvTransferParams | UnsetType = UNSET
 
 
 class ResponsesEvent(Struct, frozen=True, omit_defaults=True):
