@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import xxhash
+
 from cairn.cache.host import PAGE, STATE, WINDOW
 from cairn.cache.schema import CacheSchema
 
@@ -55,6 +57,11 @@ class RecordLayout:
             parts.append(Part(layer, name, end, nbytes))
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(parts), end)
+
+
+def checksum(content: bytearray | memoryview) -> int:
+    """The 64-bit checksum of a record's bytes. Other threads run meanwhile."""
+    return xxhash.xxh3_64_intdigest(content)
 
 
 def layouts(schema: CacheSchema) -> tuple[RecordLayout, ...]:

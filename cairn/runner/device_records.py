@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from cairn.cache.host import STATE, Move
 from cairn.cache.pools import CachePools
-from cairn.cache.record import ALIGNMENT, RecordLayout, layouts
-
-WORD = torch.int64
-"""Fields are copied as words of this type where their size allows it."""
+from cairn.cache.record import layouts
+from cairn.runner.record_fields import fields_of
 
 
 class DeviceRecords:
@@ -50,7 +47,7 @@ class DeviceRecords:
                 torch.tensor(numbers, device=self.device)
                 for numbers in ([first + move.page for move in own], [move.slot for move in own])
             )
-            for record, field in self._fields(kind, layout):
+            for record, field in fields_of(self.rows[kind], self._pools, kind, layout):
                 if into_records:
                     record[slots] = field[index]
                 else:
@@ -62,15 +59,3 @@ class DeviceRecords:
             else:
                 self.loaded = stream.record_event()
         return []
-
-    def _fields(self, kind: int, layout: RecordLayout) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each field in all records [slots, n] and in the pools [pages or states, n]."""
-        every = self._pools.rows if kind == STATE else self._pools.pages
-        for part in layout.parts:
-            field = every[part.layer][part.name]
-            flat = field.view(len(field), -1).view(torch.uint8)
-            record = self.rows[kind][:, part.begin : part.begin + part.nbytes]
-            if part.nbytes % ALIGNMENT == 0:
-                yield record.view(WORD), flat.view(WORD)
-            else:
-                yield record, flat

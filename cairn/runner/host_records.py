@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from cairn.cache.host import STATE, Move
 from cairn.cache.pools import CachePools
-from cairn.cache.record import RecordLayout, layouts
+from cairn.cache.record import checksum, layouts
 from cairn.distributed.groups import ALONE, Group
+from cairn.runner.record_blocks import RecordBlocks
+from cairn.runner.record_fields import fields_of
 from cairn.runner.shared_memory import SharedMemory
-
-BLOCK = 8 << 20
-"""Bytes of records that are copied at a time."""
+from cairn.runner.staging import send
 
 
 class HostRecords:
@@ -67,26 +67,34 @@ class HostRecords:
                 torch.empty((count, size), dtype=torch.uint8, pin_memory=pinned)
                 for count, size in zip(counts, sizes, strict=True)
             ]
-            self._sums = [np.zeros(count, dtype=np.int64) for count in counts]
+            self._sums = [np.zeros(count, dtype=np.uint64) for count in counts]
         self._bytes: list[NDArray[np.uint8]] = [rows.numpy() for rows in self._rows]
+        self._blocks = RecordBlocks(self._device, max(sizes))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-checksums")
+        self._checks: list[dict[int, Future[None]]] = [{} for _ in counts]
+        self._fresh: set[tuple[int, int]] = set()
+        self._loaded: torch.cuda.Event | None = None
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move], into_host: bool) -> list[Move]:
-        """Execute moves; see `cairn.cache.host.Mover`."""
+        """Execute moves; see `cairn.cache.host.Mover`. On a GPU they are only queued, and
+        checksums of what is moved into host memory are computed in a thread."""
         damaged: list[Move] = []
-        for kind, layout in enumerate(self.layouts):
+        checks: list[Future[None]] = []
+        for kind in range(len(self.layouts)):
             own = [move for move in moves if move.kind == kind]
-            step = max(1, BLOCK // max(1, layout.nbytes))
-            for begin in range(0, len(own), step):
-                block = own[begin : begin + step]
-                if into_host:
-                    self._store(kind, block)
-                else:
-                    damaged += [move for move in block if not self.intact(kind, move.slot)]
-                    self._load(kind, block)
+            if not own:
+                continue
+            if into_host:
+                checks += self._store(kind, own)
+            else:
+                damaged += [move for move in own if not self._loadable(kind, move.slot)]
+                self._load(kind, own)
         if not into_host:
             return self._on_any_rank(damaged, moves)
         if self._shared:
+            for check in checks:
+                check.result()
             self._group.least(0, self._device)
         return damaged
 
@@ -99,63 +107,91 @@ class HostRecords:
 
     def record(self, kind: int, slot: int) -> memoryview:
         """The bytes of a record, to be written in place; `seal` follows."""
-        return memoryview(self._bytes[kind][slot])
+        self._await(kind, slot)
+        if self._loaded is not None:
+            self._loaded.synchronize()
+        return self.content(kind, slot)
 
     def content(self, kind: int, slot: int) -> memoryview:
         """The bytes of a record, to be read."""
-        return self.record(kind, slot)
+        self._await(kind, slot)
+        return memoryview(self._bytes[kind][slot])
 
     def regions(self) -> list[tuple[int, int]]:
         """Address and bytes of the memory of each kind that has any."""
         return [(rows.data_ptr(), rows.nbytes) for rows in self._rows if rows.nbytes]
 
     def place(self, kind: int, slot: int) -> tuple[int, int]:
-        """Address and bytes of a record."""
-        size = self.layouts[kind].nbytes
+        """Address and bytes of a record, to be read or written."""
+        size = self.record(kind, slot).nbytes
         return self._rows[kind].data_ptr() + slot * size, size
 
     def seal(self, kind: int, slot: int) -> int:
-        """Store the checksum of the record's current bytes; returns it."""
-        found = zlib.crc32(self._bytes[kind][slot])
-        self._sums[kind][slot] = found
+        """Store the checksum of a record that was written in place; returns it."""
+        found = self._seal(kind, slot)
+        self._fresh.add((kind, slot))
         return found
 
     def sum_of(self, kind: int, slot: int) -> int | None:
         """The stored checksum; None: the record is known to be damaged."""
+        self._await(kind, slot)
         return int(self._sums[kind][slot])
 
     def intact(self, kind: int, slot: int) -> bool:
         """Whether the bytes still match the stored checksum."""
-        return zlib.crc32(self._bytes[kind][slot]) == int(self._sums[kind][slot])
+        self._await(kind, slot)
+        return checksum(self._bytes[kind][slot]) == int(self._sums[kind][slot])
 
-    def _store(self, kind: int, moves: Sequence[Move]) -> None:
-        index = self._index(kind, moves)
-        layout = self.layouts[kind]
-        block = torch.zeros((len(moves), layout.nbytes), dtype=torch.uint8, device=self._device)
-        for place, field in self._fields(kind, layout):
-            block[:, place] = field[index]
-        slots = [move.slot for move in moves]
-        self._rows[kind][torch.tensor(slots)] = block.cpu()
+    def _loadable(self, kind: int, slot: int) -> bool:
+        """Whether a record may be loaded. The checksum of one that has just come from another
+        engine was compared by the thread that received it."""
+        if (kind, slot) in self._fresh:
+            self._fresh.remove((kind, slot))
+            return True
+        return self.intact(kind, slot)
+
+    def _seal(self, kind: int, slot: int) -> int:
+        found = checksum(self._bytes[kind][slot])
+        self._sums[kind][slot] = found
+        return found
+
+    def _await(self, kind: int, slot: int) -> None:
+        """Wait until a record that is moved into host memory is complete."""
+        check = self._checks[kind].get(slot)
+        if check is not None:
+            check.result()
+
+    def _store(self, kind: int, moves: Sequence[Move]) -> list[Future[None]]:
+        """Copy records into host memory; returns the computations of their checksums."""
+        checks = []
+        layout, slots, index = self.layouts[kind], *self._places(kind, moves)
+        for block, some in self._blocks.split(layout.nbytes, slots):
+            for record, field in fields_of(block, self._pools, kind, layout):
+                torch.index_select(field, 0, index[some], out=record)
+            own = slots[some]
+            copied = self._blocks.copy_out(block, self._rows[kind], own)
+            checks.append(self._thread.submit(self._check, kind, own, copied))
+            self._checks[kind].update(dict.fromkeys(own, checks[-1]))
+            self._fresh.difference_update((kind, slot) for slot in own)
+        return checks
+
+    def _check(self, kind: int, slots: Sequence[int], copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
         for slot in slots:
-            self.seal(kind, slot)
+            self._seal(kind, slot)
 
     def _load(self, kind: int, moves: Sequence[Move]) -> None:
-        index = self._index(kind, moves)
-        slots = torch.tensor([move.slot for move in moves])
-        block = self._rows[kind][slots].to(self._device)
-        for place, field in self._fields(kind, self.layouts[kind]):
-            field[index] = block[:, place]
+        layout, slots, index = self.layouts[kind], *self._places(kind, moves)
+        for block, some in self._blocks.split(layout.nbytes, slots):
+            self._blocks.copy_in(block, self._rows[kind], slots[some])
+            for record, field in fields_of(block, self._pools, kind, layout):
+                field[index[some]] = record
+        if self._device.type == "cuda":
+            self._loaded = torch.cuda.current_stream(self._device).record_event()
 
-    def _index(self, kind: int, moves: Sequence[Move]) -> Tensor:
-        """Device indices of the records."""
+    def _places(self, kind: int, moves: Sequence[Move]) -> tuple[list[int], Tensor]:
+        """Slots of the records, and their indices in the pools [n] int64 on the device."""
         first = self._pools.first_snapshot if kind == STATE else 0
-        return torch.tensor([first + move.page for move in moves], device=self._device)
-
-    def _fields(self, kind: int, layout: RecordLayout) -> Iterator[tuple[slice, Tensor]]:
-        """For each field its range in a record, and its bytes [pages or states, n] on the
-        device."""
-        every = self._pools.rows if kind == STATE else self._pools.pages
-        for part in layout.parts:
-            field = every[part.layer][part.name]
-            flat = field.view(len(field), -1).view(torch.uint8)
-            yield slice(part.begin, part.begin + part.nbytes), flat
+        (index,) = send([np.array([first + move.page for move in moves])], self._device)
+        return [move.slot for move in moves], index

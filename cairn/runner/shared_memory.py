@@ -24,7 +24,7 @@ class SharedMemory:
 
     Attributes:
         rows: by kind, [count, size] uint8.
-        sums: by kind, [count] int64.
+        sums: by kind, [count] uint64.
         address: process and descriptor by which another process finds it.
     """
 
@@ -33,7 +33,7 @@ class SharedMemory:
         self._descriptor = descriptor
         mapped = memoryview(mmap.mmap(descriptor, self.length(counts, sizes)))
         self.rows: list[NDArray[np.uint8]] = []
-        self.sums: list[NDArray[np.int64]] = []
+        self.sums: list[NDArray[np.uint64]] = []
         begin = 0
         for count, size in zip(counts, sizes, strict=True):
             end = begin + count * size
@@ -42,7 +42,7 @@ class SharedMemory:
             begin = end
         for count in counts:
             end = begin + count * 8
-            self.sums.append(np.frombuffer(mapped[begin:end], dtype=np.int64))
+            self.sums.append(np.frombuffer(mapped[begin:end], dtype=np.uint64))
             begin = end
 
     def close(self) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 
 from cairn.cache.host import PAGE, STATE, WINDOW
 from cairn.cache.invariants import check
+from cairn.cache.record import checksum
 from cairn.engine.build import Built
 from cairn.errors import BadConfig, OutOfMemory
+from cairn.runner import host_records
 from cairn.types import SamplingParams
 from tests.engine.fakes import all_pages_back, fake_core
 from tests.engine.harness import Trace, greedy, occupy, poison, run, text
@@ -69,6 +72,23 @@ def test_a_prefix_from_host_memory_gives_the_bits_of_one_on_the_device(family: s
     give_up_all(built)
     assert records.intact(PAGE, host.slots[PAGE].kept[name])
     assert_same_bits(run(built, [prompt], greedy(6))[0], warm)
+
+
+def test_checksums_are_computed_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(LANDMARKS, kv_host_memory="8MiB")
+    core, go = built.core, threading.Event()
+    monkeypatch.setattr(
+        host_records, "checksum", lambda content: (go.wait(20), checksum(content))[1]
+    )
+    prompt = text(1, 4 * core.cache.slots.tokens_per_page + 3, built.spec.vocab_size)
+    want = run(built, [prompt], greedy(6))[0]
+    give_up_all(built)
+    # The engine goes on, until it needs the records.
+    run(built, [text(2, 5, built.spec.vocab_size)], greedy(3))
+    assert core.cache.host.stored and not go.is_set()
+    threading.Timer(0.05, go.set).start()
+    again = run(built, [prompt], greedy(6))[0]
+    assert go.is_set() and again.cached and again.tokens == want.tokens
 
 
 @pytest.mark.parametrize(("family", "kind"), [(LANDMARKS, WINDOW), ("recurrent", STATE)])

@@ -18,6 +18,7 @@ from cairn.distributed.groups import Group
 from cairn.distributed.rendezvous import group_of, hold_store
 from cairn.engine import build as module
 from cairn.engine.build import Built
+from cairn.engine.transfer import peer_memory
 from cairn.models.registry import load_spec
 from cairn.types import KvTransferParams
 from tests.engine import test_host_cache, test_transfer
@@ -122,6 +123,42 @@ def test_pages_in_gpu_memory_of_another_process() -> None:
             assert done.request.cached == 4 * per_page
             assert_same(trace(done, vocab), run(alone, [prompt], greedy(6))[0])
         first.stdin.close()
+    settled(second)
+
+
+def test_a_process_that_is_killed_during_a_read_is_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its memory may be another's already: nothing that was read of it is used."""
+    alone = made(LANDMARKS)
+    second = test_transfer.decoding(LANDMARKS, **test_transfer.STAGED, **CUDA)
+    per_page, vocab = alone.core.cache.slots.tokens_per_page, alone.spec.vocab_size
+    prompts = [text(seed, 40 * per_page + 3, vocab) for seed in (1, 2, 3)]
+    copy = peer_memory._copy
+    with Popen([sys.executable, "-c", PREFILLS], stdin=PIPE, stdout=PIPE, text=True) as first:
+
+        def killing(rows, slots, theirs, sources):
+            half = len(slots) // 2
+            copy(rows, slots[:half], theirs, sources[:half])
+            torch.cuda.synchronize()
+            if half:
+                first.kill()
+                first.wait()
+            copy(rows, slots[half:], theirs, sources[half:])
+
+        assert first.stdin is not None and first.stdout is not None
+        for prompt, read, cached in zip(prompts, (copy, killing), (40, 0), strict=False):
+            monkeypatch.setattr(peer_memory, "_copy", read)
+            print(json.dumps(prompt), file=first.stdin, flush=True)
+            given = msgspec.json.decode(first.stdout.readline(), type=KvTransferParams)
+            (done,) = serve(second, prompt, greedy(6), given)
+            assert done.request.cached == cached * per_page
+            assert_same(trace(done, vocab), run(alone, [prompt], greedy(6))[0])
+            settled(second)
+    # The next prompt is for the same peer, which is gone.
+    (done,) = serve(second, prompts[2], greedy(6), given)
+    assert_same(trace(done, vocab), run(alone, [prompts[2]], greedy(6))[0])
+    assert second.core.transfers.failures == {"connection": 2}
     settled(second)
 
 

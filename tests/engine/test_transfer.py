@@ -18,7 +18,7 @@ from cairn.cache.invariants import check
 from cairn.engine import build as built_by
 from cairn.engine.build import Built
 from cairn.engine.continuation import Continuation
-from cairn.engine.transfer import nixl, peer_memory
+from cairn.engine.transfer import nixl, peer_memory, sender
 from cairn.engine.transfer.sender import Listener
 from cairn.engine.transfer.tickets import Tickets
 from cairn.engine.transfer.wire import Answer, send_frame
@@ -370,6 +370,15 @@ def test_records_in_gpu_memory_are_read_in_place(
     assert done.request.cached and not second.core.transfers.failures
     for slot in (some[2], some[3]):
         host.slots[PAGE].give_back(slot)
+    # Records that are not held until they have been read are not used.
+    with monkeypatch.context() as patch:
+        copy = peer_memory._copy
+        patch.setattr(sender, "READ_SECONDS", 0.01)
+        patch.setattr(peer_memory, "_copy", lambda *given: (time.sleep(0.05), copy(*given)))
+        prompt = prompt_of(alone)
+        given = prefilled(first, prompt)
+        assert failed_once((first, second, alone), prompt, given, "connection") == 0
+    settled(first)
     for taker, giver in ((other, first), (second, plain)):
         prompt = prompt_of(alone)
         (done,) = serve(taker, prompt, greedy(4), prefilled(giver, prompt))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.host import STATE
-from cairn.cache.record import RecordLayout, layouts
+from cairn.cache.record import RecordLayout, checksum, layouts
 from cairn.cache.schema import CacheSchema
 from cairn.distributed.groups import Group
 from cairn.models.sharding import Share
@@ -73,8 +72,8 @@ class JoinedRecords:
                     if field.shares
                     else read
                 )
-            memory.sums[kind][slot] = zlib.crc32(own)
-        return zlib.crc32(content)
+            memory.sums[kind][slot] = checksum(own)
+        return checksum(content)
 
     def content(self, kind: int, slot: int) -> memoryview:
         """See `HostRecords`."""
@@ -96,9 +95,9 @@ class JoinedRecords:
     def sum_of(self, kind: int, slot: int) -> int | None:
         """See `HostRecords`."""
         for memory in self._memories:
-            if zlib.crc32(memory.rows[kind][slot]) != int(memory.sums[kind][slot]):
+            if checksum(memory.rows[kind][slot]) != int(memory.sums[kind][slot]):
                 return None
-        return zlib.crc32(self.content(kind, slot))
+        return checksum(self.content(kind, slot))
 
 
 Records = HostRecords | JoinedRecords | DeviceRecords

@@ -130,7 +130,9 @@ class Receiver:
         if isinstance(self._records, DeviceRecords):
             if not answer.agent:
                 raise WireError("backend", "it has another disaggregation_transfer_backend")
-            result.arrived += self._read(wanted, answer, result)
+            read = self._read(wanted, answer, result)
+            _expect_held(connection)
+            result.arrived += read
             return
         if answer.agent:
             self._read(wanted, answer, result)
@@ -184,3 +186,10 @@ class Receiver:
             result.said = "it has another disaggregation_transfer_backend"
         else:
             result.said = f"it refused: {answer.refused}"
+
+
+def _expect_held(connection: socket.socket) -> None:
+    """Ask whether the peer held the records until now: the memory of a process that has ended may
+    be another's already. Raises OSError if it did not."""
+    connection.sendall(b"\0")
+    receive_into(connection, memoryview(bytearray(1)))

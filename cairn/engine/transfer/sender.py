@@ -125,10 +125,10 @@ class Sender:
         if self._agent is not None and ask.reads == self._agent.backend:
             answer = Answer(sums, agent=self._agent.metadata, addresses=self._addresses(found))
             send_frame(connection, answer, self._secret)
-            # The connection ends when they have been read. Records overwritten after that fail
-            # their checksum.
+            # The peer sends a byte when it has read them. The answer tells it that they were held
+            # until then.
             connection.settimeout(READ_SECONDS)
-            connection.recv(1)
+            connection.sendall(connection.recv(1))
             return
         if isinstance(records, DeviceRecords):
             self._refuse(connection, "backend")

@@ -2,7 +2,9 @@
 
 A frame is its length, a keyed hash of its body, and the body in MessagePack. The hash is blake2b's
 with the secret as its key. Records follow the answer one after the other as they are, in the order
-in which they were asked for; the answer has a checksum for each of them.
+in which they were asked for; the answer has a checksum for each of them. Records that the peer
+reads itself are acknowledged: it sends a byte when it has read them, which comes back if they were
+held until then.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-VERSION = 3
+VERSION = 4
 HASH_BYTES = 16
 LONGEST_FRAME = 64 << 20
 T = TypeVar("T")
