@@ -44,7 +44,8 @@ from cairn.engine.planned_step import Limits
 from cairn.engine.ranks import Ranks, threads_of_rank
 from cairn.engine.rounds import Engines, ExpertRounds, RoundsExecutor
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
-from cairn.engine.transfer.build import listen, model_key, transfers
+from cairn.engine.transfer.build import listen, transfers
+from cairn.engine.transfer.identity import Identity
 from cairn.engine.transfer.joined import JoinedRecords, Records
 from cairn.engine.transfer.sender import Listener
 from cairn.engine.trees import Trees
@@ -299,14 +300,15 @@ def connect(
     core: EngineCore, model: Path, config: EngineConfig, loaded: Loaded, listener: Listener | None
 ) -> None:
     """Set up the exchange of records with other engines, as the options say."""
-    records, host = loaded.executor.records, core.cache.host
-    if config.disaggregation is not None and records is not None and host is not None:
+    records, host, asked = loaded.executor.records, core.cache.host, config.disaggregation
+    if asked is not None and records is not None and host is not None:
         whole = cache_schema(config.model.mixers, page_format(config))
-        host.root = model_key(model, config, whole)
+        identity = Identity.of(model, config, whole)
+        host.root = identity.key
         travelling: Records = records
         if isinstance(records, HostRecords) and records.memories:
             travelling = JoinedRecords(records, whole, loaded.schema)
-        core.transfers = transfers(config.disaggregation, core.cache, travelling, listener)
+        core.transfers = transfers(asked, core.cache, travelling, listener, identity)
 
 
 def device_of(config: EngineConfig, group: Group) -> torch.device:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from cairn.config import HOST_SHARE, EngineConfig, EngineOptions
 from cairn.engine.messages import Launch
 from cairn.errors import BadConfig
+from cairn.specs.disaggregation import BOTH, PREFILL
 
 THREADS, GPUS = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
 
@@ -34,6 +35,9 @@ def placed(launch: Launch) -> EngineOptions:
         os.environ.setdefault(THREADS, str(max(1, cores // (replicas * ranks))))
     if replicas == 1:
         return options
+    if options.disaggregation_mode in (PREFILL, BOTH) and options.disaggregation_bootstrap_port:
+        port = options.disaggregation_bootstrap_port + launch.replica
+        options = replace(options, disaggregation_bootstrap_port=port)
     import torch
 
     # Counts GPUs without creating a CUDA context, so that CUDA_VISIBLE_DEVICES still has an effect.

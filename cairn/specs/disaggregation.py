@@ -32,7 +32,8 @@ class DisaggregationOptions:
         disaggregation_staging_size: bytes of GPU memory for pages in transfer with "cuda", or text
             such as "2GiB".
         disaggregation_bootstrap_host: address at which others fetch pages, sent to them.
-        disaggregation_bootstrap_port: its port; 0: any that is free.
+        disaggregation_bootstrap_port: its port, of further replicas the next ones; 0: any that is
+            free.
         disaggregation_load_failure: what happens to a request whose pages were not received:
             "recompute" runs its prompt, "fail" ends it with status 503.
     """
@@ -75,7 +76,10 @@ class DisaggregationOptions:
     )
     disaggregation_bootstrap_port: int = field(
         default=8998,
-        metadata={"type": int, "help": "Its port; 0: any that is free.  [default: 8998]"},
+        metadata={
+            "type": int,
+            "help": "Its port, of further replicas the next ones; 0: any.  [default: 8998]",
+        },
     )
     disaggregation_load_failure: str = field(
         default="recompute",

@@ -57,6 +57,12 @@ def test_on_a_cpu_memory_and_cores_are_shared(monkeypatch):
     assert of(1, 2, gpu_memory_utilization=0.5).kv_cache_memory is None
 
 
+def test_replicas_that_keep_pages_for_others_listen_at_ports_of_their_own(monkeypatch):
+    for mode, given, port in (("prefill", 7000, 7002), ("prefill", 0, 0), ("decode", 7000, 7000)):
+        asked = {"disaggregation_mode": mode, "disaggregation_bootstrap_port": given}
+        assert of(2, 3, **asked).disaggregation_bootstrap_port == port
+
+
 @pytest.mark.parametrize(
     ("named", "replicas", "ranks", "taken"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import socket
 import subprocess
 import sys
@@ -112,10 +113,14 @@ def test_pages_of_another_engine_give_the_bits_of_a_warm_cache(family: str) -> N
     assert not second.core.transfers.failures
     settled(first)
     settled(second)
-    # Other weights, or another model, have other pages.
-    other = decoding(family, load_format="random")
+    # Other weights, or other options that shape pages, have other pages.
+    changes, differs = {
+        LANDMARKS: ({"hsa_topk": 1}, "it has topk=4, this engine topk=1"),
+        "recurrent": ({"load_format": "random"}, "it has weights=.*, this engine weights=random 0"),
+    }[family]
+    other = decoding(family, **changes)
     (failed,) = serve(other, prompt, greedy(6), prefilled(first, prompt))
-    assert failed.status == 400 and "serves another model" in failed.error
+    assert failed.status == 400 and re.search(f"serves another model.*: {differs}", failed.error)
     settled(other)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from cairn.cache.host import KINDS
 from cairn.engine.transfer.agent import Agent, ReadFailed
+from cairn.engine.transfer.identity import Identity
 from cairn.engine.transfer.joined import Records
 from cairn.engine.transfer.wire import (
     VERSION,
@@ -75,15 +76,15 @@ class Receiver:
 
     Args:
         records: host memory that is written.
-        model: what this engine serves; see `Ask`.
+        identity: of this engine.
         secret: see `cairn.engine.transfer.wire`.
         agent: reads records of peers that have one too; None: they send them.
     """
 
     def __init__(
-        self, records: Records, model: bytes, secret: bytes, agent: Agent | None = None
+        self, records: Records, identity: Identity, secret: bytes, agent: Agent | None = None
     ) -> None:
-        self._records, self._model, self._secret = records, model, secret
+        self._records, self._identity, self._secret = records, identity, secret
         self._agent = agent
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cairn-receiver")
 
@@ -109,7 +110,7 @@ class Receiver:
                     for kind in KINDS
                 ]
                 reads = "" if self._agent is None else self._agent.backend
-                ask = Ask(VERSION, self._model, peer.ticket, names, reads)
+                ask = Ask(VERSION, self._identity.key, peer.ticket, names, reads)
                 send_frame(connection, ask, self._secret)
                 answer = receive_frame(connection, Answer, self._secret)
                 if answer.refused is None:
@@ -178,12 +179,12 @@ class Receiver:
             result.said = "the ticket was used, has expired or never was"
         elif answer.refused == "model":
             result.refused = True
-            result.said = (
-                f"it serves another model, or stores it in another way ({answer.model.hex()}, "
-                f"here {self._model.hex()})"
-            )
+            difference = self._identity.difference(answer.model)
+            result.said = f"it serves another model, or with other options: {difference}"
         elif answer.refused == "backend":
             result.said = "it has another disaggregation_transfer_backend"
+        elif answer.refused == "version":
+            result.said = "it runs another version of cairn"
         else:
             result.said = f"it refused: {answer.refused}"
 

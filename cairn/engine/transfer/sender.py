@@ -13,6 +13,7 @@ import numpy as np
 
 from cairn.cache.host import NAME_BYTES
 from cairn.engine.transfer.agent import READ_SECONDS, Agent
+from cairn.engine.transfer.identity import Identity
 from cairn.engine.transfer.joined import Records
 from cairn.engine.transfer.tickets import Ticket, Tickets
 from cairn.engine.transfer.wire import VERSION, Answer, Ask, WireError, receive_frame, send_frame
@@ -75,7 +76,7 @@ class Sender:
     Args:
         tickets: the rights to records.
         records: the records in host memory.
-        model: what this engine serves; see `Ask`.
+        identity: of this engine.
         secret: see `cairn.engine.transfer.wire`.
         agent: by which others may read the records; None: they are sent.
     """
@@ -84,12 +85,12 @@ class Sender:
         self,
         tickets: Tickets,
         records: Records,
-        model: bytes,
+        identity: Identity,
         secret: bytes,
         agent: Agent | None = None,
     ) -> None:
         self._tickets, self._records = tickets, records
-        self._model, self._secret, self._agent = model, secret, agent
+        self._identity, self._secret, self._agent = identity, secret, agent
 
     def answer(self, connection: socket.socket) -> None:
         """Serve one connection."""
@@ -101,7 +102,7 @@ class Sender:
             # Signed with this engine's secret, so that the peer learns the reason.
             self._refuse(connection, error.reason)
             return
-        if ask.version != VERSION or ask.model != self._model:
+        if ask.version != VERSION or ask.model != self._identity.key:
             self._refuse(connection, "version" if ask.version != VERSION else "model")
             return
         ticket = self._tickets.claim(ask.ticket)
@@ -148,7 +149,8 @@ class Sender:
         return addresses.tobytes()
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        send_frame(connection, Answer([], reason, self._model), self._secret)
+        said = self._identity.text if reason == "model" else ""
+        send_frame(connection, Answer([], reason, said), self._secret)
 
 
 class _Connection(socketserver.BaseRequestHandler):

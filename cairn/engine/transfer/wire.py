@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-VERSION = 4
+VERSION = 5
 HASH_BYTES = 16
 LONGEST_FRAME = 64 << 20
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         version: protocol version.
-        model: key of the requester's model, weights and record layout.
+        model: key of the requester's `Identity`.
         ticket: name of the ticket.
         wanted: for each kind of record the names, concatenated.
         reads: backend of the agent through which records are read, if the other side has the same,
@@ -62,7 +62,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
         sums: checksum of each requested record; None: not available. Records in GPU memory have
             none.
         refused: why the request is refused: "ticket", "model", "version" or "backend".
-        model: key of the answering engine's model.
+        model: text of the answering engine's `Identity` where that is why; else empty.
         agent: metadata of its agent (`cairn.engine.transfer.agent`); empty: records follow.
         addresses: with an agent the address of each requested record, little-endian int64; -1: not
             available.
@@ -70,7 +70,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
     sums: list[int | None]
     refused: str | None = None
-    model: bytes = b""
+    model: str = ""
     agent: bytes = b""
     addresses: bytes = b""
 
