@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from cairn.ops import gpu
 from cairn.ops.allreduce.kernels import (
@@ -348,7 +350,9 @@ def _shared(
     c10d: Any = module
     # The rendezvous looks the group up by its name, which no other group of this process may have.
     name, size = f"cairn-{store._underlying_non_prefix_store.port}", memory_bytes(ranks)
-    group = c10d.ProcessGroup(store, rank, ranks)
+    # The group keeps no reference to a store of Python's.
+    numbered = _NumberedFromZero(store)
+    group = c10d.ProcessGroup(numbered, rank, ranks)
     group._register_backend(device, c10d.ProcessGroup.BackendType.NCCL, backend)
     group._set_group_name(name)
     c10d._register_process_group(name, group)
@@ -360,6 +364,37 @@ def _shared(
         peer = handle.get_buffer(1 - rank, (size,), torch.uint8)
     _clear(memory, store, rank, ranks)
     return memory, [int(address) for address in handle.buffer_ptrs], peer
+
+
+class _NumberedFromZero(Store):
+    """A store for torch's rendezvous, whose keys PREFIX/NUMBER/RANK have the number of exchanges
+    that the process has made so far. In a process with an earlier group it is higher than in the
+    others, and each would wait for keys that nobody sets; here the first number is 0.
+
+    Args:
+        store: PrefixStore of the group.
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _key(self, key: str) -> str:
+        prefix, number, rank = key.rsplit("/", 2)
+        if self._first is None:
+            self._first = int(number)
+        return f"{prefix}/{int(number) - self._first}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self._store.get(self._key(key))
+        return value
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
 
 
 def _clear(memory: Tensor, store: Any, rank: int, ranks: int) -> None:

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from subprocess import Popen
 
 import pytest
 import torch
+from torch.distributed import HashStore, PrefixStore
 
 from cairn.distributed.rendezvous import hold_store
+from cairn.ops.allreduce.peers import _NumberedFromZero
 
 RANK = """
 import sys
 import torch
 from torch.nn.functional import rms_norm
-from cairn.distributed.rendezvous import dist, group_of, join_store
+from cairn.distributed.rendezvous import dist, group_of, hold_store, join_store
 from cairn.ops.allreduce.peers import PeerSums
 from cairn.ops.allreduce.symmetric import sum_of_ranks
 rank, ranks, port = map(int, sys.argv[1:])
 store = join_store("127.0.0.1", port)
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
+if rank == 0:
+    # torch numbers what a process exchanges: an earlier group must not disturb this one.
+    alone = hold_store()
+    backend = group_of(alone, 0, 1, device).backend
+    assert PeerSums.of(dist.PrefixStore("sums", alone), backend, 0, 1, device) is not None
 group = group_of(store, rank, ranks, device)
 peers = PeerSums.of(dist.PrefixStore("sums", store), group.backend, rank, ranks, device)
 assert peers is not None
@@ -89,6 +97,21 @@ for tokens in (300, 9216, 9217, 14000):
 torch.cuda.synchronize()
 print("right", flush=True)
 """
+
+
+def test_processes_with_different_numbers_of_exchanges_meet() -> None:
+    """As torch's rendezvous numbers its keys: one process has made two exchanges before."""
+    shared = HashStore()
+    first, second = (_NumberedFromZero(shared) for _ in range(2))
+    # Calls go through C++, as torch's do.
+    stores = [(PrefixStore("sums", first), 2), (PrefixStore("sums", second), 0)]
+    for exchange in range(2):
+        for rank, (store, made) in enumerate(stores):
+            store.set(f"CUDASymmetricMemory/{made + exchange}/{rank}", f"{exchange} of {rank}")
+        for rank, (store, made) in enumerate(stores):
+            key = f"CUDASymmetricMemory/{made + exchange}/{1 - rank}"
+            store.wait([key], timedelta(seconds=1))
+            assert store.get(key) == f"{exchange} of {1 - rank}".encode()
 
 
 @pytest.mark.gpu
