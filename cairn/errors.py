@@ -65,6 +65,21 @@ class OutOfMemory(CairnError, MemoryError):
     """The memory plan does not fit; the hint names the one option to change."""
 
 
+def short_of_memory(error: BaseException) -> OutOfMemory | None:
+    """What a failed allocation of host or device memory means; None: it is another error."""
+    if isinstance(error, OutOfMemory):
+        return error
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    # torch has a class of its own for devices, and only a text for the host.
+    signs = "OutOfMemoryError", "can't allocate memory", "out of memory"
+    if not isinstance(error, MemoryError) and not any(sign in what for sign in signs):
+        return None
+    return OutOfMemory(
+        f"the memory does not hold the model and its pages ({what})",
+        "Lower kv_cache_memory (--kv-cache-memory), or use a machine with more memory",
+    )
+
+
 class InvariantError(CairnError, AssertionError):
     """An internal bookkeeping rule was broken: a bug, never the user's fault."""
 

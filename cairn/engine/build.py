@@ -41,7 +41,7 @@ from cairn.engine.memory import (
 from cairn.engine.pace import Pace
 from cairn.engine.placement import check_devices, check_engines
 from cairn.engine.planned_step import Limits
-from cairn.engine.ranks import Ranks, threads_of_rank
+from cairn.engine.ranks import Ranks, device_of, threads_of_rank
 from cairn.engine.rounds import Engines, ExpertRounds, RoundsExecutor
 from cairn.engine.tokenizer import Tokenizer, load_tokenizer
 from cairn.engine.transfer.build import listen, transfers
@@ -204,7 +204,8 @@ def load_runner(
     form = page_format(config)
     schema = cache_schema(spec.mixers, form)
     page_bytes = PageBytes.of(schema)
-    device = device_of(config, group)
+    device = torch.device(config.device)
+    device = device if group.alone else device_of(device, group.local)
     slots = SlotMap(config.page_size, spec.landmarks)
 
     def planned(usage: Usage | None) -> MemoryPlan:
@@ -309,14 +310,6 @@ def connect(
         if isinstance(records, HostRecords) and records.memories:
             travelling = JoinedRecords(records, whole, loaded.schema)
         core.transfers = transfers(asked, core.cache, travelling, listener, identity)
-
-
-def device_of(config: EngineConfig, group: Group) -> torch.device:
-    """The device of a rank: GPUs are taken in order, from the one that the options name."""
-    device = torch.device(config.device)
-    if device.type == "cpu" or group.alone:
-        return device
-    return torch.device("cuda", (device.index or 0) + group.local)
 
 
 def guess(core: EngineCore, config: EngineConfig) -> None:

@@ -306,10 +306,10 @@ class EngineCore:
     def _fail(self, plan: StepPlan, error: BaseException) -> None:
         """End the requests of a step that failed."""
         self._part()
-        told = error if isinstance(error, CairnError) else repr(error)
+        told = error if isinstance(error, CairnError) else CairnError(repr(error))
         for request in self.scheduler.cancel(plan):
             if (failed := self._live.pop(request.id, None)) is not None:
-                failed.error = f"the step failed: {told}"
+                failed.error, failed.status = f"the step failed: {told}", told.http_status
                 failed.stream.finish(FinishReason.ERROR)
                 failed.moments.ended = self.clock()
 

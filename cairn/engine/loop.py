@@ -201,7 +201,9 @@ class EngineLoop:
         ended = [part for part in self._parts.values() if part.continuation.finished]
         if not ended:
             raise error
-        log.error("a step failed and ends %d outputs", len(ended), exc_info=error)
+        # The end of another process says where; this one only waited for it.
+        cause = None if isinstance(error, EngineDead) else error
+        log.error("a step failed and ends %d outputs: %s", len(ended), error, exc_info=cause)
         self._failures += 1
         if self._failures > FAILURES_ALLOWED:
             raise EngineDead(

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
 from cairn.engine.nodes import BEAT_SECONDS, SILENCE_SECONDS, Beat, Died, join
 from cairn.engine.ranks import RankProcess, Seat, end_processes
 from cairn.engine.transfer.wire import receive_into, send_frame
@@ -48,7 +50,8 @@ def serve_node(
         Seat(rank, welcome.ranks, local[0] + i, local[1], own_address)
         for i, rank in enumerate(ranks)
     ]
-    processes = [RankProcess(seat, nodes.host, welcome.store, welcome.device) for seat in seats]
+    device = torch.device(welcome.device)
+    processes = [RankProcess(seat, nodes.host, welcome.store, device) for seat in seats]
     say(f"node {nodes.number} of {nodes.count}: ranks {ranks.start} to {ranks.stop - 1}")
     try:
         with _answering(health):

@@ -16,6 +16,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -174,8 +175,14 @@ class Meeting:
         if nodes.launched:
             torchrun_store(nodes).set(ORDERS, str(self._listener.getsockname()[1]))
 
-    def accept(self, store: int, ranks: int, device: str) -> list[Link]:
+    def accept(
+        self, store: int, ranks: int, device: str, reported: Callable[[], str]
+    ) -> list[Link]:
         """Wait for all other nodes.
+
+        Args:
+            store, ranks, device: see `Welcome`.
+            reported: the ranks that have reported, for the error.
 
         Raises:
             EngineDead: some nodes did not register in time.
@@ -189,7 +196,7 @@ class Meeting:
                 try:
                     connection, (host, *_) = self._listener.accept()
                 except TimeoutError:
-                    self._missing(links)
+                    self._missing(links, reported())
                 try:
                     node = self._welcome(connection, welcome, links)
                 except (OSError, WireError) as error:
@@ -199,13 +206,15 @@ class Meeting:
                 links[node] = Link(node, connection, nodes.secret)
         return list(links.values())
 
-    def _missing(self, links: dict[int, Link]) -> None:
+    def _missing(self, links: dict[int, Link], reported: str) -> None:
         absent = [node for node in range(1, self._nodes.count) if node not in links]
         for link in links.values():
             link.close()
         here = self._nodes
+        names = ", ".join(map(str, absent))
         raise EngineDead(
-            f"nodes {absent} have not reported in {here.seconds:.0f} s",
+            f"{f'node {names} has' if len(absent) == 1 else f'nodes {names} have'} not reported "
+            f"in {here.seconds:.0f} s; the others: {reported}",
             f"Start them with --nnodes {here.count} --node-rank {absent[0]} and the same "
             f"--dist-init-addr, and let them reach {here.host}",
         )

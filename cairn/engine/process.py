@@ -43,6 +43,7 @@ from cairn.errors import (
     EngineDead,
     InvariantError,
     OutOfMemory,
+    short_of_memory,
 )
 from cairn.obs.log import configure, get_logger
 from cairn.specs.model import selecting_window
@@ -139,7 +140,7 @@ def serve(folder: str, launch: Launch) -> int:
     except BaseException as error:
         # Any exception is reported to the client.
         fatal = fatal_of(error)
-        if fatal.exit_code == 1:
+        if fatal.exit_code == 1 and not isinstance(error, EngineDead):
             log.error("the engine ends", exc_info=error)
         send(fatal)
         code = fatal.exit_code
@@ -226,16 +227,9 @@ def fatal_of(error: BaseException) -> Fatal:
         return Fatal(_line(f"an internal rule was broken: {error}. Please report it"))
     if isinstance(error, CairnError):
         return Fatal(_line(str(error)))
-    what = _line(f"{type(error).__name__}: {error}")
-    # torch has a class of its own for devices, and only a text for the host.
-    if isinstance(error, MemoryError) or any(
-        sign in what for sign in ("OutOfMemoryError", "can't allocate memory", "out of memory")
-    ):
-        short = OutOfMemory(
-            f"the memory does not hold the model and its pages ({what})",
-            "Lower kv_cache_memory (--kv-cache-memory), or use a machine with more memory",
-        )
+    if (short := short_of_memory(error)) is not None:
         return Fatal(str(short), "OutOfMemory", 2)
+    what = _line(f"{type(error).__name__}: {error}")
     return Fatal(f"the engine failed with {what}. Look at the log above for where")
 
 

@@ -23,6 +23,7 @@ from cairn.distributed.groups import Group
 from cairn.distributed.rendezvous import join_store
 from cairn.engine.build import load_runner, this_machine
 from cairn.engine.ranks import ERROR, PHASE, Seat
+from cairn.errors import short_of_memory
 from cairn.models.registry import load_spec
 from cairn.obs.log import configure, get_logger
 from cairn.runner.executor import Follower
@@ -44,14 +45,15 @@ def main() -> None:
     rank, store = seat.rank, join_store(host, int(port))
     code = 0
     try:
-        store.set(f"{PHASE}/{rank}", "started")
-        kind = torch.device(device, seat.local) if device == "cuda" else torch.device(device)
+        store.set(f"{PHASE}/{rank}", "start")
+        kind = torch.device(device)
         if kind.type == "cuda":
             torch.cuda.set_device(kind)
         follow(frames, seat.group(store, kind), store)
     except BaseException as error:
         log.error("rank %d ends", rank, exc_info=error)
-        store.set(f"{ERROR}/{rank}", " ".join(f"{error or type(error).__name__}".split()))
+        told = short_of_memory(error) or f"{error}" or type(error).__name__
+        store.set(f"{ERROR}/{rank}", " ".join(f"{told}".split()))
         code = 1
     sys.stderr.flush()
     os._exit(code)

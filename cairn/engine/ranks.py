@@ -78,17 +78,18 @@ class RankProcess:
     Args:
         seat: of the rank.
         host, port: of rank 0's store.
-        device: kind of device.
+        device: "cpu", or the first GPU of the ranks on this host.
 
     Raises:
         BadConfig: it cannot be started.
     """
 
-    def __init__(self, seat: Seat, host: str, port: int, device: str) -> None:
+    def __init__(self, seat: Seat, host: str, port: int, device: torch.device) -> None:
         self.rank = seat.rank
+        self._device = device_of(device, seat.local)
         # The ranks share the machine's threads.
         threads = os.environ.get("OMP_NUM_THREADS", str(threads_of_rank(seat.here)))
-        arguments = [host, str(port), device, msgspec.json.encode(seat).decode()]
+        arguments = [host, str(port), str(self._device), msgspec.json.encode(seat).decode()]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "cairn.engine.rank", *arguments],
@@ -120,20 +121,17 @@ class RankProcess:
             return None
         if store is not None and store.check([f"{ERROR}/{self.rank}"]):
             told = store.get(f"{ERROR}/{self.rank}").decode()
-            return EngineDead(f"rank {self.rank}: {told}")
+            return EngineDead(f"rank {self.rank} ({self._device}): {told}")
+        name = f"the process of rank {self.rank} ({self._device})"
         if code >= 0:
-            return EngineDead(
-                f"the process of rank {self.rank} ended with exit code {code}",
-                "Look at its last log lines",
-            )
+            return EngineDead(f"{name} ended with exit code {code}", "Look at its last log lines")
         hint = "Start the engine again"
         if -code == signal.SIGKILL:
             hint = (
                 "If the machine ran out of memory (dmesg tells), lower kv_cache_memory "
                 "(--kv-cache-memory)"
             )
-        name = signal.Signals(-code).name
-        return EngineDead(f"the process of rank {self.rank} was killed by {name}", hint)
+        return EngineDead(f"{name} was killed by {signal.Signals(-code).name}", hint)
 
 
 class Ranks:
@@ -170,18 +168,20 @@ class Ranks:
         self._store, self._on_death = hold_store(host), on_death
         self._ended, self._failing = threading.Event(), threading.Lock()
         self._reason: EngineDead | None = None
-        here = size // (1 if nodes is None else nodes.count)
+        self._nodes = 1 if nodes is None else nodes.count
+        self._store.set(f"{PHASE}/0", "start")
+        here = size // self._nodes
         local = nodes.local if nodes is not None and nodes.launched else (0, here)
         # Ranks of other nodes are excluded.
         checks = nodes is None and os.environ.get(CHECKS) == "1"
         seats = [Seat(rank, size, local[0] + rank, local[1], host, checks) for rank in range(here)]
-        self._local = [self._spawn(seat, host, device.type) for seat in seats[1:]]
+        self._local = [self._spawn(seat, host, device) for seat in seats[1:]]
         self._links: list[Link] = []
         # Ends the processes even if `close` is not called.
         self._end = weakref.finalize(self, _end, self._local, self._links)
         try:
             if meeting is not None:
-                self._links += meeting.accept(self._store.port, size, device.type)
+                self._links += meeting.accept(self._store.port, size, device.type, self._reported)
             self._await_all(START.total_seconds() if nodes is None else nodes.seconds)
             with self.explained():
                 self.group: Group = seats[0].group(self._store, device)
@@ -225,7 +225,7 @@ class Ranks:
         return next(filter(None, (*deaths, *said)), None)
 
     def _said(self, link: Link) -> EngineDead | None:
-        here = self.size // (len(self._links) + 1)
+        here = self.size // self._nodes
         for rank in range(link.node * here, (link.node + 1) * here):
             if self._store.check([f"{ERROR}/{rank}"]):
                 told = self._store.get(f"{ERROR}/{rank}").decode()
@@ -263,26 +263,39 @@ class Ranks:
         self._ended.set()
         self._end()
 
-    def _spawn(self, seat: Seat, host: str, device: str) -> RankProcess:
+    def _spawn(self, seat: Seat, host: str, device: torch.device) -> RankProcess:
         return RankProcess(seat, host, self._store.port, device)
 
     def _await_all(self, seconds: float) -> None:
         """Wait until every rank has registered in the store."""
         deadline = time.monotonic() + seconds
-        absent = set(range(1, self.size))
+        absent = list(range(1, self.size))
         while absent:
-            absent = {rank for rank in absent if not self._store.check([f"{PHASE}/{rank}"])}
+            absent = [rank for rank in absent if not self._store.check([f"{PHASE}/{rank}"])]
             if (gone := self._gone()) is not None:
                 raise gone
             if absent and time.monotonic() > deadline:
-                here = self.size // (len(self._links) + 1)
-                named = ", ".join(f"{rank} (node {rank // here})" for rank in sorted(absent))
-                named = named if self._links else str(sorted(absent))
+                verb = "has" if len(absent) == 1 else "have"
                 raise EngineDead(
-                    f"ranks {named} have not come in {seconds:.0f} s",
-                    "Look at their last log lines",
+                    f"{self._named(absent)} {verb} not reported in {seconds:.0f} s; the others: "
+                    f"{self._reported()}",
+                    "Look at the last log lines of those that are missing",
                 )
             time.sleep(0.02)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        here = self.size // self._nodes
+        named = [f"{r} (node {r // here})" if self._nodes > 1 else f"{r}" for r in ranks]
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(named)}"
+
+    def _reported(self) -> str:
+        """The ranks that have reported, by the last phase that they completed."""
+        phases: dict[str, list[int]] = {}
+        for rank in range(self.size):
+            if self._store.check([f"{PHASE}/{rank}"]):
+                phase = self._store.get(f"{PHASE}/{rank}").decode()
+                phases.setdefault(phase, []).append(rank)
+        return ", ".join(f"{self._named(ranks)} at {phase}" for phase, ranks in phases.items())
 
     def _watch(self) -> None:
         """Thread that reports when a rank is gone: the main thread may wait for ever in a
@@ -291,6 +304,18 @@ class Ranks:
             if (gone := self._gone()) is not None:
                 self.fail(gone)
                 return
+
+
+def device_of(first: torch.device, local: int) -> torch.device:
+    """The device of a rank: GPUs of a host are taken in order.
+
+    Args:
+        first: device of the host's first rank.
+        local: the rank's index on its host.
+    """
+    if first.type == "cpu":
+        return first
+    return torch.device(first.type, (first.index or 0) + local)
 
 
 def threads_of_rank(size: int) -> int:

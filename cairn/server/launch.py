@@ -45,7 +45,8 @@ KEEP_ALIVE_SECONDS = 75
 OPEN_FILES = 65536
 """Every connection is one; the usual soft limit of 1,024 is soon reached."""
 LAST_WORDS_SECONDS = 0.5
-"""Seconds for open streams to send an error after the engine has ended."""
+"""Seconds for open streams to send an error after the engine has ended, and for requests that were
+on their way."""
 STOP_SECONDS = 2.0
 POLL_SECONDS = 0.05
 
@@ -186,8 +187,10 @@ class _Life:
         self._state.loaded = True
 
     async def _engine_ended(self) -> None:
-        """Raise EngineDead when the engine has ended and its streams have said so."""
+        """Raise EngineDead when the engine has ended and its streams have said so. Until then new
+        requests get 503."""
         error = await self._client.died()
+        await asyncio.sleep(LAST_WORDS_SECONDS)
         await self._idle(LAST_WORDS_SECONDS)
         raise error
 
@@ -219,7 +222,11 @@ class _Life:
         clients."""
         at_once = self._stop_now.is_set()
         await self._client.stop(0.0 if at_once else STOP_SECONDS)
+        for listener in [each for server in self._servers for each in server.servers]:
+            listener.close()
         if not at_once:
+            # A client that has just connected gets an answer.
+            await asyncio.sleep(POLL_SECONDS)
             await self._idle(LAST_WORDS_SECONDS)
         for server in self._servers:
             server.should_exit, server.force_exit = True, at_once

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
+import re
 import subprocess
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -303,12 +302,15 @@ def test_orders_come_as_they_went_and_none_is_missed() -> None:
 
 @pytest.mark.parametrize(
     ("command", "reason"),
-    [("sleep 60", r"ranks \[1\] have not come"), ("false", "rank 1 ended with exit code 1")],
+    [
+        ("sleep 60", "rank 1 has not reported in 0 s; the others: rank 0 at start"),
+        ("false", r"rank 1 \(cpu\) ended with exit code 1"),
+    ],
 )
 def test_a_rank_that_does_not_come_is_named(command, reason, monkeypatch) -> None:
     def spawn(self, seat, host, device):
         process = object.__new__(module.RankProcess)
-        process.rank = seat.rank
+        process.rank, process._device = seat.rank, device
         process.process = subprocess.Popen(command.split(), stdin=subprocess.PIPE)
         return process
 
@@ -327,25 +329,16 @@ def test_a_rank_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
     live = core.add("r", [1, 2, 3], greedy(20))
     core.step()
     ranks._local[0].process.kill()
-    with pytest.raises(EngineDead, match="rank 1 was killed by SIGKILL"):
+    killed = "the process of rank 1 (cpu) was killed by SIGKILL"
+    with pytest.raises(EngineDead, match=re.escape(killed)):
         while core.has_work:
             core.step()
-    assert live.error.startswith("the step failed: the process of rank 1 was killed by SIGKILL")
+    assert live.error.startswith(f"the step failed: {killed}") and live.status == 503
     assert all_pages_back(core)
     assert "SIGKILL" in str(told)
     ranked.ranks.cache_clear()
 
 
-@pytest.mark.slow
-def test_a_server_learns_of_a_killed_rank() -> None:
-    async def serve() -> None:
-        async with children.engine({"tensor_parallel_size": 2}) as client:
-            endless = SamplingParams(max_tokens=100_000, ignore_eos=True)
-            await anext(client.submit([1], endless))
-            [rank] = psutil.Process(client.pid).children()
-            rank.kill()
-            dead = await asyncio.wait_for(client.died(), 30)
-            assert "rank 1 was killed by SIGKILL" in str(dead)
-            await children.until(lambda: children.gone(client.pid) and children.gone(rank.pid), 5)
-
-    asyncio.run(serve())
+def test_gpus_of_ranks_are_taken_in_order() -> None:
+    named = [str(module.device_of(torch.device(first), 1)) for first in ("cpu", "cuda", "cuda:2")]
+    assert named == ["cpu", "cuda:1", "cuda:3"]

@@ -220,10 +220,25 @@ def test_descriptors_are_given_back(server):
     server.wait_for(lambda: process.num_fds() <= before + 1, SLACK)
 
 
+RANKS = ("-tp", "2", "--device", "cpu")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_engine_that_is_killed_or_stopped(tmp_path, number):
-    with running(tmp_path) as server:
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGKILL, ()), (signal.SIGSTOP, ()), (signal.SIGKILL, RANKS)]
+)
+def test_an_engine_or_a_rank_that_is_killed_or_stopped(tmp_path, number, ranks):
+    with running(tmp_path, *ranks) as server:
+        late = []
+
+        async def keep_asking():
+            """What becomes of requests that are sent until the server is gone."""
+            while server.process.poll() is None:
+                try:
+                    late.append(await Stream(server.url, stream=False, max_tokens=8000).open())
+                except ConnectionRefusedError:
+                    break
+                await asyncio.sleep(0.05)
 
         async def run():
             streams = [await Stream(server.url, max_tokens=4000).begin() for _ in range(3)]
@@ -232,16 +247,22 @@ def test_an_engine_that_is_killed_or_stopped(tmp_path, number):
                 server.wait_for, lambda: metric(server, "num_requests_running") == 4, SLACK
             )
             engine = server.engine
-            engine.send_signal(number)
+            hurt = engine.children()[0] if ranks else engine
+            hurt.send_signal(number)
             began = time.monotonic()
+            asking = asyncio.create_task(keep_asking())
             texts = [await stream.finish() for stream in streams]
             code = await asyncio.to_thread(server.wait_end)
-            return texts, await plain, code, time.monotonic() - began, engine
+            seconds = time.monotonic() - began
+            await asking
+            return texts, await plain, code, seconds, engine, [await x.finish() for x in late]
 
-        texts, plain, code, seconds, engine = asyncio.run(run())
+        texts, plain, code, seconds, engine, later = asyncio.run(run())
         assert code == 1
         assert seconds < 5 + SLACK
-        word = "SIGKILL" if number == signal.SIGKILL else "no sign of life"
+        word = "killed by SIGKILL" if number == signal.SIGKILL else "no sign of life"
+        word = f"rank 1 (cpu) was {word}" if ranks else word
+        assert later and all(" 503 " in text.splitlines()[0] and word in text for text in later)
         for text in texts:
             last = [line for line in text.splitlines() if line.startswith("data: ")][-1]
             assert word in json.loads(last[6:])["error"]["message"]
@@ -249,6 +270,7 @@ def test_an_engine_that_is_killed_or_stopped(tmp_path, number):
         assert word in plain.json()["error"]["message"]
         lines = [line for line in server.err.read_text().splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and word in lines[0]
+        assert "Traceback" not in server.err.read_text()
         assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
