@@ -9,7 +9,7 @@ import torch
 from cairn.cache.host import STATE, Move
 from cairn.cache.pools import CachePools
 from cairn.cache.record import layouts
-from cairn.runner.record_fields import fields_of
+from cairn.runner.record_fields import RecordFields
 
 
 class DeviceRecords:
@@ -27,6 +27,7 @@ class DeviceRecords:
     def __init__(self, pools: CachePools, counts: Sequence[int]) -> None:
         self.counts, self.layouts = tuple(counts), layouts(pools.schema)
         self._pools = pools
+        self._fields = [RecordFields(pools, *kind) for kind in enumerate(self.layouts)]
         self.loaded: torch.cuda.Event | None = None
         self.device = next(iter((*pools.tensors(), *pools.states()))).device
         self.rows = [
@@ -38,7 +39,7 @@ class DeviceRecords:
     def move(self, moves: Sequence[Move], into_records: bool) -> list[Move]:
         """Execute moves, see `cairn.cache.host.Mover`. Waits for moves into records, which other
         processes may read afterwards."""
-        for kind, layout in enumerate(self.layouts):
+        for kind in range(len(self.layouts)):
             own = [move for move in moves if move.kind == kind]
             if not own:
                 continue
@@ -47,7 +48,7 @@ class DeviceRecords:
                 torch.tensor(numbers, device=self.device)
                 for numbers in ([first + move.page for move in own], [move.slot for move in own])
             )
-            for record, field in fields_of(self.rows[kind], self._pools, kind, layout):
+            for record, field in self._fields[kind].beside(self.rows[kind]):
                 if into_records:
                     record[slots] = field[index]
                 else:

@@ -15,7 +15,7 @@ from cairn.cache.pools import CachePools
 from cairn.cache.record import checksum, layouts
 from cairn.distributed.groups import ALONE, Group
 from cairn.runner.record_blocks import RecordBlocks
-from cairn.runner.record_fields import fields_of
+from cairn.runner.record_fields import RecordFields
 from cairn.runner.shared_memory import SharedMemory
 from cairn.runner.staging import send
 
@@ -69,6 +69,7 @@ class HostRecords:
             ]
             self._sums = [np.zeros(count, dtype=np.uint64) for count in counts]
         self._bytes: list[NDArray[np.uint8]] = [rows.numpy() for rows in self._rows]
+        self._fields = [RecordFields(pools, *kind) for kind in enumerate(self.layouts)]
         self._blocks = RecordBlocks(self._device, max(sizes))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cairn-checksums")
         self._checks: list[dict[int, Future[None]]] = [{} for _ in counts]
@@ -164,9 +165,9 @@ class HostRecords:
     def _store(self, kind: int, moves: Sequence[Move]) -> list[Future[None]]:
         """Copy records into host memory; returns the computations of their checksums."""
         checks = []
-        layout, slots, index = self.layouts[kind], *self._places(kind, moves)
-        for block, some in self._blocks.split(layout.nbytes, slots):
-            for record, field in fields_of(block, self._pools, kind, layout):
+        slots, index = self._places(kind, moves)
+        for block, some in self._blocks.split(self.layouts[kind].nbytes, slots):
+            for record, field in self._fields[kind].beside(block):
                 torch.index_select(field, 0, index[some], out=record)
             own = slots[some]
             copied = self._blocks.copy_out(block, self._rows[kind], own)
@@ -182,10 +183,10 @@ class HostRecords:
             self._seal(kind, slot)
 
     def _load(self, kind: int, moves: Sequence[Move]) -> None:
-        layout, slots, index = self.layouts[kind], *self._places(kind, moves)
-        for block, some in self._blocks.split(layout.nbytes, slots):
+        slots, index = self._places(kind, moves)
+        for block, some in self._blocks.split(self.layouts[kind].nbytes, slots):
             self._blocks.copy_in(block, self._rows[kind], slots[some])
-            for record, field in fields_of(block, self._pools, kind, layout):
+            for record, field in self._fields[kind].beside(block):
                 field[index[some]] = record
         if self._device.type == "cuda":
             self._loaded = torch.cuda.current_stream(self._device).record_event()
