@@ -33,8 +33,13 @@ MANY = 1000
 """So many tests surely need all of the CPU's loops."""
 
 
+DEVICES = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
 # Of the session's scope: fixtures of a module, and hypothesis, take no narrower one.
-@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="session", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """A test that takes this runs on the CPU, and in the GPU suite on the GPU."""
     name: str = request.param

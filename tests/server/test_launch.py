@@ -127,40 +127,40 @@ def test_pickled_weights_are_refused_and_not_opened(model, tmp_path):
     assert not mark.exists()
 
 
+@pytest.fixture
+def started(tmp_path):
+    """Starts servers whose models need not be there, and ends them."""
+    servers = []
+
+    def start(*arguments):
+        servers.append(Running(tmp_path, *arguments))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def ended(server):
+    """What a server says that is told to end while its model loads."""
+    server.signal(signal.SIGTERM)
+    assert server.wait_end() == 0
+    told = server.err.read_text()
+    assert "error" not in told
+    return told
+
+
 @pytest.mark.parametrize(
-    ("arguments", "warned"),
-    [
-        (("--host", "0.0.0.0"), True),
-        (("--host", "0.0.0.0", "--api-key", "secret"), False),
-        pytest.param(("--host", "localhost"), False, marks=pytest.mark.slow),
-    ],
+    ("more", "warned"), [((), True), (("--api-key", "secret"), False)], ids=["open", "with a key"]
 )
-def test_a_port_that_is_open_to_all_is_warned_of(tmp_path, arguments, warned):
-    server = Running(tmp_path, *arguments)
-    try:
-        server.signal(signal.SIGTERM)
-        assert server.wait_end() == 0
-        told = server.err.read_text()
-        assert ("WARNING" in told and "no API key" in told and "0.0.0.0" in told) == warned, told
-    finally:
-        server.close()
+def test_a_port_that_is_open_to_all_is_warned_of(started, more, warned):
+    told = ended(started("--host", "0.0.0.0", *more))
+    assert ("WARNING" in told and "no API key" in told and "0.0.0.0" in told) == warned, told
 
 
-def test_foreign_hosts_are_refused_on_both_ports(tmp_path):
-    server = Running(tmp_path)
-    try:
-        for url in (f"{server.url}/v1/models", f"{server.admin}/admin/cache"):
-            assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
-            assert httpx.get(url).status_code != 403
-    finally:
-        server.close()
-
-
-def test_a_signal_while_the_model_loads(tmp_path):
-    server = Running(tmp_path)
-    try:
-        server.signal(signal.SIGTERM)
-        assert server.wait_end() == 0
-        assert "error" not in server.err.read_text()
-    finally:
-        server.close()
+def test_a_port_of_this_machine_refuses_foreign_hosts_and_is_not_warned_of(started):
+    server = started("--host", "localhost")
+    for url in (f"{server.url}/v1/models", f"{server.admin}/admin/cache"):
+        assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 403
+        assert httpx.get(url).status_code != 403
+    assert "WARNING" not in ended(server)

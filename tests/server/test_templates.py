@@ -114,7 +114,7 @@ def test_refusals_are_those_of_the_template(renderer: TemplateRenderer) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        pytest.param(LOOP, id="loop"),
+        pytest.param(LOOP, id="loop", marks=pytest.mark.slow),
         pytest.param(POWER, id="power"),
         pytest.param(RECURSION, id="recursion", marks=pytest.mark.slow),
     ],
