@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cairn.attention.batch import Batch, StepRows
-from cairn.ops import advice
+from cairn.ops import planning
 
 CHUNK = 16
 """A step whose rows have at least this many slots on average is run in tiles."""
@@ -203,7 +203,7 @@ def attend_in_parts(
     """
     total, fronts = len(batch.slot), cuts.fronts if by_fronts else ()
     starts = [*itertools.accumulate((front.slots for front in fronts), initial=cuts.alone)]
-    bounds = [*range(0, cuts.alone, advice.SPLIT_TOKENS), *starts, total]
+    bounds = [*range(0, cuts.alone, planning.SPLIT_TOKENS), *starts, total]
     pieces = [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
     if not tiled or len(pieces) == 1 or batch.watch is not None:
         whole = [front.pages for front in fronts if front.slots == total]

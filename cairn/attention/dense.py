@@ -13,7 +13,7 @@ from cairn.attention.cuts import Part
 from cairn.attention.first_slot import cleared, draft_fields, without_first
 from cairn.attention.inputs import GqaInputs
 from cairn.cache.schema import LayerSchema, PageFormat
-from cairn.ops import advice
+from cairn.ops import planning
 from cairn.specs.backends import DENSE
 from cairn.specs.gqa import GqaSpec
 
@@ -56,7 +56,7 @@ class DenseBackend(GqaBackend):
             return without_first(o, lse, part.slot >= 0) if spec.draft_width else o
 
         chunked, segments = plan.cuts.chunked, plan.segments
-        tiled = advice.dense_in_tiles(q, spec.num_kv_heads, chunked, segments)
+        tiled = planning.dense_in_tiles(q, spec.num_kv_heads, chunked, segments)
         return plan.attend(attend, tiled=tiled)
 
     def kv_target(self, layer: int, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -25,7 +25,7 @@ from cairn.attention.base import LayerReads, StepPlan
 from cairn.attention.batch import Batch, PagePlace
 from cairn.attention.inputs import HilsInputs
 from cairn.cache.frames import FrameMap, Frames
-from cairn.ops import advice
+from cairn.ops import planning
 from cairn.specs.hils import HilsSpec
 
 KEY, VALUE = "k", "v"
@@ -203,7 +203,7 @@ def attend_framed(
         inputs.lmk_q, *summaries, lse, *where, step.page_table, size, window, topk,
         strategy=spec.strategy, num_kv_heads=spec.num_kv_heads,
     )  # fmt: skip
-    weights, window_weight = advice.shared_weights(scores, lse, spec.softmax1)
+    weights, window_weight = planning.shared_weights(scores, lse, spec.softmax1)
     if batch.watch is not None:
         watched = batch.watch
         reads = indices[watched], weights[watched], window_weight[watched]

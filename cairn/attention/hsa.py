@@ -28,7 +28,7 @@ from cairn.attention.framed_pages import FramedStep, attend_framed
 from cairn.attention.inputs import HilsInputs
 from cairn.cache.pools import CachePools
 from cairn.cache.schema import LayerSchema, PageField, PageFormat
-from cairn.ops import advice
+from cairn.ops import planning
 from cairn.specs.backends import HSA
 from cairn.specs.hils import HilsSpec
 
@@ -94,7 +94,9 @@ class HsaBackend(GqaBackend):
     def fronts(self) -> tuple[Front, ...]:
         """The first slots of a row: in them every layer selects every page left of its window."""
         size = self.pools.schema.page_size
-        early = min(advice.short_pages(size, s.local_window, s.topk) for s in self.layers.values())
+        early = min(
+            planning.short_pages(size, s.local_window, s.topk) for s in self.layers.values()
+        )
         return (Front(early * size // ROUND * ROUND, early),) if early else ()
 
     def written(self, layer: int) -> tuple[str, str]:
@@ -153,8 +155,8 @@ class HsaBackend(GqaBackend):
 
     def _tiled(self, spec: HilsSpec, inputs: HilsInputs, plan: StepPlan) -> bool:
         """Whether the step's queries are attended in tiles."""
-        lines = advice.LANDMARK_LINES
-        return advice.in_tiles(inputs.q, spec.num_kv_heads, plan.cuts.chunked, lines)
+        lines = planning.LANDMARK_LINES
+        return planning.in_tiles(inputs.q, spec.num_kv_heads, plan.cuts.chunked, lines)
 
     def _few(self, spec: HilsSpec, inputs: HilsInputs, plan: StepPlan) -> bool:
         """Whether no query can select a page that the step completes, and a GPU attends them one
@@ -174,7 +176,7 @@ class HsaBackend(GqaBackend):
         at = plan.batch.watch
         if at is not None:
             softmax1 = self.layers[layer].softmax1
-            weights, window_weight = advice.shared_weights(scores[at], lse[at], softmax1)
+            weights, window_weight = planning.shared_weights(scores[at], lse[at], softmax1)
             plan.reads.append(LayerReads(layer, indices[at], weights, window_weight))
 
     def _run_framed(

@@ -9,7 +9,7 @@ import torch
 
 from cairn.attention.batch import Ints
 from cairn.cache.landmarks import SlotMap
-from cairn.ops import advice
+from cairn.ops import planning
 from cairn.specs.hils import HilsSpec
 from cairn.specs.model import MixerSpec
 
@@ -95,7 +95,7 @@ class PageReads:
         self._steps, self._decoding = [], []
         held = int((slot // size + 1).sum())
         for (window, topk, strategy), (layers, heads) in self._rules.items():
-            candidates = advice.candidate_pages(slot, size, window, strategy)
+            candidates = planning.candidate_pages(slot, size, window, strategy)
             self._queries += layers * len(slot)
             self._held += layers * held
             self._window += layers * (held - int(candidates.sum()))

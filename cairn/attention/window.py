@@ -12,7 +12,7 @@ from cairn.attention.base import GqaBackend, StepPlan
 from cairn.attention.cuts import Part
 from cairn.attention.inputs import GqaInputs
 from cairn.cache.schema import LayerSchema, PageFormat
-from cairn.ops import advice
+from cairn.ops import planning
 from cairn.specs.backends import WINDOW
 from cairn.specs.gqa import GqaSpec
 
@@ -55,5 +55,5 @@ class WindowBackend(GqaBackend):
             )
             return o
 
-        tiled = advice.in_tiles(q, spec.num_kv_heads, plan.cuts.chunked)
+        tiled = planning.in_tiles(q, spec.num_kv_heads, plan.cuts.chunked)
         return plan.attend(attend, tiled=tiled)

@@ -1,7 +1,7 @@
-"""Compiles kernels before timing: worker processes on all cores run every size once.
+"""Parallel compilation before timing: worker processes on all cores run every size once.
 
-What they compile lies in the caches of Triton and torch.compile on disk, where the process that
-measures finds it. Their results, failures included, are dropped: it meets the same ones.
+They fill the disk caches of Triton and torch.compile for the process that measures. Their results
+and errors are dropped; the measuring process gets the same ones.
 """
 
 from __future__ import annotations
@@ -17,47 +17,49 @@ from typing import Any
 import torch
 
 from cairn.bench import registered as _registered  # noqa: F401  (ops are found once imported)
-from cairn.ops.benching import COMPILED, Draw, Point, points_of
+from cairn.ops.bench_points import COMPILED, Draw, Point, points_of
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import runnable
 
 log = logging.getLogger(__name__)
 
-SPARED_CORES = 2
-FEWEST_OPS = 4
+RESERVED_CORES = 2
+"""Cores without a worker."""
+MIN_OPS = 4
 """With fewer ops, starting processes takes longer than compiling in this one."""
 MAX_SIZES = 64
-"""Of one op."""
-PATIENCE = 75.0
-"""Seconds after which remaining kernels are left to be compiled when they are measured."""
+"""Most sizes of an op."""
+TIMEOUT = 75.0
+"""Seconds after which the remaining kernels are left to the measuring process."""
 
 
 def compile_ahead(ops: Sequence[Op[..., Any]], draw: Draw) -> None:
-    """Compile for all sizes of these ops that `draw` makes, if that pays."""
+    """Compile the ops for all benchmark points of `draw`; does nothing for fewer than MIN_OPS ops
+    or cores."""
     _set_up_compilers()
-    count = min(len(os.sched_getaffinity(0)) - SPARED_CORES, len(ops))
-    if count < FEWEST_OPS:
+    count = min(len(os.sched_getaffinity(0)) - RESERVED_CORES, len(ops))
+    if count < MIN_OPS:
         return
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with context.Pool(count, torch.set_num_threads, (1,)) as pool:
-        made_as = (draw.device, draw.dtype, draw.sizes)
-        waiting = [pool.apply_async(_run_sizes, (op.name, *made_as)) for op in ops]
+        options = (draw.device, draw.dtype, draw.sizes)
+        pending = [pool.apply_async(_run_sizes, (op.name, *options)) for op in ops]
         pool.close()
         missed = 0
-        for result in waiting:
-            result.wait(max(0.0, began + PATIENCE - time.monotonic()))
+        for result in pending:
+            result.wait(max(0.0, began + TIMEOUT - time.monotonic()))
             missed += not result.ready()
     log.info("compiled ahead in %.0f s, %d ops left", time.monotonic() - began, missed)
 
 
 def _set_up_compilers() -> None:
-    """Say where Triton's cache lies, or torch.compile moves it; new processes inherit that.
+    """Set TRITON_CACHE_DIR, which torch.compile would change; worker processes inherit it.
 
-    torch.compile takes a function at every size: it would run what comes after eight as it is.
+    Also raise torch.compile's recompile limit: after eight sizes it would run functions eagerly.
     """
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "cache"))
-    # Imported here: these take three seconds.
+    # These imports take three seconds.
     import torch._dynamo.config
     import torch._inductor.config
 
@@ -66,7 +68,7 @@ def _set_up_compilers() -> None:
 
 
 def _run_sizes(name: str, device: str, dtype: torch.dtype, sizes: str) -> None:
-    """Call the op and what is compiled beside it once at every size."""
+    """Call the op's implementations and its compiled alternatives once at every size."""
     _set_up_compilers()
     op = next(op for op in all_ops() if op.name == name)
     with torch.inference_mode():
@@ -84,5 +86,5 @@ def _run(op: Op[..., Any], point: Point, device: str) -> None:
     for call in calls:
         try:
             call(*given.args, **given.kwargs)
-        except Exception as error:  # noqa: BLE001 - met again when it is measured
+        except Exception as error:  # noqa: BLE001 - raised again when it is measured
             log.debug("%s at %s: %s", op.name, point.size, error)

@@ -1,4 +1,4 @@
-"""Charts as PNG files; matplotlib is imported only when one is asked for."""
+"""Charts as PNG files. matplotlib is imported only when a chart is drawn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 
 
 def require_matplotlib(path: Path | None) -> None:
-    """Fail before a measurement rather than after it.
+    """Check before a measurement that its chart can be written.
 
     Raises:
         BadConfig: a chart is wanted and matplotlib is missing, or the file is not a PNG file.
@@ -40,7 +40,7 @@ def require_matplotlib(path: Path | None) -> None:
 
 
 def figure_of(title: str) -> Figure:
-    """An empty figure: without pyplot, so no global state and no display."""
+    """An empty figure. pyplot is not used, so there is no global state and no display."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=SIZE, layout="constrained")
@@ -49,7 +49,7 @@ def figure_of(title: str) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the PNG, its folder too when absent."""
+    """Write the PNG file, and create its folder if needed."""
     for ax in figure.axes:
         ax.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,11 +57,12 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def latency_chart(records: Sequence[Record], path: Path) -> None:
-    """Milliseconds over the context, HSA against dense: a row a shape, prefill beside decode.
+    """Chart of milliseconds over context length, HSA and dense attention, with a row of prefill and
+    decode axes per shape.
 
     Args:
-        records: of `cairn bench latency`; the last one of a cell counts.
-        path: the PNG.
+        records: of `cairn bench latency`; the last record of each cell is drawn.
+        path: the PNG file.
     """
     cells = {_cell(record): record for record in records if record["phase"] in PHASES}
     shapes = list(dict.fromkeys(str(record["shape"]) for record in cells.values()))
@@ -86,13 +87,13 @@ def _cell(record: Record) -> tuple[object, ...]:
 
 
 def _small(record: Record) -> str:
-    """Dtype of the cache where it is smaller than that of the weights, else an empty text."""
+    """Dtype of the cache if it is smaller than that of the weights; otherwise empty."""
     dtype = record.get("kv_cache_dtype")
     return dtype if dtype in SMALL_KV_DTYPES else ""
 
 
 def _lines(ax: Axes, records: Sequence[Record]) -> None:
-    """A line for every backend, batch and kind of selection, its floor beside it."""
+    """One line per backend, batch and kind of selection, and a thin line for its roofline floor."""
     batches = sorted({record["batch"] for record in records})
     lines: dict[tuple[Any, ...], list[Record]] = {}
     for record in sorted(records, key=lambda r: r["context"]):

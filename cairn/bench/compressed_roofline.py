@@ -1,4 +1,4 @@
-"""What compressed attention must read and compute; see `cairn.bench.roofline`."""
+"""Parameters, bytes and operations of compressed attention, for `cairn.bench.roofline`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ def parameters(mixer: CompressedSpec, hidden: int) -> int:
 
 
 def query_bytes(mixer: CompressedSpec, slots: int, size: int) -> float:
-    """Cache bytes that one query at slot `slots` moves; size: of a number of a record."""
+    """Cache bytes that one query at slot `slots` reads and writes; size: bytes per element of a
+    record."""
     record, own = mixer.head_dim * size, mixer.compression
     moved = record * (min(slots + 1, mixer.window) + 1.0)
     if own is None:
         return moved
     entries = (slots + 1) // own.rate
     read = min(entries, own.topk) if own.index_heads else entries
-    # No scores are computed where all entries of a row are read.
+    # Without selection (all entries are read) no index scores are computed.
     scored = entries if read < entries else 0
     inputs = 2 * (1 + own.overlap) * 4 * (mixer.head_dim + own.index_dim)
-    # Each token's inputs are written once, and read by every entry that is made of them.
+    # Each token's inputs are written once and read by each entry that they contribute to.
     return moved + record * read + own.index_dim * size * scored + inputs * (2 + own.overlap)
 
 
 def mixing_flops(mixer: CompressedSpec, slots: int) -> float:
-    """Operations over a whole sequence, but for products with weights."""
+    """Floating-point operations of a sequence, without products with weights."""
     query, own = 4.0 * mixer.num_heads * mixer.head_dim, mixer.compression
     few = min(slots, mixer.window)
     total = query * (few * (few + 1) / 2 + (slots - few) * mixer.window)

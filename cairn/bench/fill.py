@@ -16,20 +16,20 @@ from cairn.llm import LLM
 from cairn.ops.cache.quantized import form_of, is_quantized, pack
 
 MODERATE = (48, 60)
-"""Bytes of which e4m3 makes 0.5 to 1.5, bfloat16 and float32 1e-9 to 0.01."""
+"""Range of bytes that are 0.5 to 1.5 as e4m3, and 1e-9 to 0.01 as bytes of bfloat16 or float32."""
 
 
 def fill_pages(llm: LLM, prompts: Sequence[TokenPrompt], left: int = 1) -> None:
-    """Make the complete pages in front of each prompt's last token cache hits, with normal random
-    content.
+    """Put pages of random normal values into the prefix cache for the complete pages before the
+    last token of each prompt.
 
-    The cost of a decode step depends on how many pages there are, not on what they hold; random
-    pages are the worst case, for they share nothing.
+    The cost of a decode step depends on the number of pages, not on their content. Random pages are
+    the worst case for selection, because queries select different ones.
 
     Args:
         llm: the engine.
-        prompts: their tokens.
-        left: tokens at the end of each that remain to be prefilled, at least 1.
+        prompts: token prompts.
+        left: tokens at the end of each prompt that remain to be prefilled, at least 1.
 
     Raises:
         OutOfMemory: the pool does not hold all prompts.
@@ -100,7 +100,7 @@ def _fill_state(pools: CachePools, snapshot: int | None) -> None:
 
 
 def _random_pages(count: int, pool: Tensor) -> Tensor:
-    """So many pages of normal numbers, as this pool stores them."""
+    """Pages of random normal values in the format of a pool."""
     shape = (count, *pool.shape[1:])
     if not is_quantized(pool):
         return torch.randn(shape, dtype=pool.dtype, device=pool.device)

@@ -1,4 +1,4 @@
-"""What a model is, what it takes and what fits in this machine; no weights are loaded."""
+"""`cairn inspect`: geometry, memory need and capacity of a model, without loading weights."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ GEOMETRY = (
 
 
 def inspection(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything `cairn inspect` prints, section by section.
+    """The sections that `cairn inspect` prints.
 
     Args:
         folder: the model.
         options: keywords of LLM.
 
     Raises:
-        BadModel, BadConfig: as the engine would.
+        BadModel, BadConfig: as at the start of an engine.
     """
     spec = load_spec(folder)
     chosen = EngineOptions(**options)
@@ -54,7 +54,7 @@ def inspection(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _geometry(spec: ModelSpec) -> dict[str, object]:
-    """What a model is; one without landmarks has no id for them and takes pages of any size."""
+    """Geometry of a model. Models without landmarks have no landmark id and any page size."""
     found = {name: getattr(spec, name) for name in GEOMETRY}
     if not spec.landmarks:
         del found["landmark_id"]
@@ -64,7 +64,7 @@ def _geometry(spec: ModelSpec) -> dict[str, object]:
 
 
 def _memory(spec: ModelSpec, config: EngineConfig, asked_len: int | None) -> dict[str, Any]:
-    """Parameters, bytes of everything, and the longest sequence that free memory holds."""
+    """Parameters, bytes of weights and cache, and the longest sequence that fits in free memory."""
     schema = cache_schema(spec.mixers, page_format(config))
     page_bytes = PageBytes.of(schema)
     slots = SlotMap(config.page_size, spec.landmarks)

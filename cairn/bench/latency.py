@@ -22,11 +22,12 @@ from cairn.models.registry import measure_weights
 from cairn.specs.model import ModelSpec
 
 WARM_UP_TOKENS = 300
-"""Tokens of the warm-up prompt: longer than windows and a few pages, so that every kernel runs."""
+"""Tokens of the warm-up prompt: more than a window and several pages, so that every kernel runs."""
 COUNTED_STEPS = 4
 """Decode steps whose kernels are counted."""
-PREFILLS, PREFILL_SECONDS = 5, 1.0
-"""Prefills of which the median counts, and seconds after which no further one is started."""
+MAX_PREFILLS, PREFILL_SECONDS = 5, 1.0
+"""Most prefills per cell, of which the median is recorded, and seconds after which no further one
+is started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class LatencyPlan:
     Attributes:
         subject: folder or shape.
         contexts: prompt lengths in user tokens.
-        batches: sequences at once.
+        batches: numbers of sequences.
         steps: decode steps to average over.
         backends: attention kinds.
         options: keywords of LLM.
@@ -53,7 +54,7 @@ class LatencyPlan:
 
 
 def run_latency(plan: LatencyPlan) -> Iterator[tuple[Cell, Roofline]]:
-    """Every cell as soon as it is measured, with the roofline measured with its engine."""
+    """Yield every cell when it is measured, with the roofline measured with its engine."""
     for backend in plan.backends:
         options = {"max_num_seqs": max(plan.batches)} | dict(plan.options)
         longest = max(*plan.contexts, WARM_UP_TOKENS)
@@ -70,7 +71,7 @@ def run_latency(plan: LatencyPlan) -> Iterator[tuple[Cell, Roofline]]:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """A measured phase, and what was counted beside it."""
+    """A measured phase with its counters."""
 
     phase: Phase
     peak_bytes: int | None = None
@@ -80,7 +81,7 @@ class _Ran:
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A context length and a batch on an engine."""
+    """One context length and batch size on an engine."""
 
     plan: LatencyPlan
     llm: LLM
@@ -93,15 +94,15 @@ class _Point:
         return self.llm.engine_config.device.startswith("cuda")
 
     def prompts(self, count: int, salt: int) -> list[TokenPrompt]:
-        """Prompts of this length that no other cell has: what is cached is not prefilled again."""
+        """Prompts that differ from those of other cells, so that no page is a prefix-cache hit."""
         seed = 10_000 * self.context + 10 * self.batch + salt
         return self.plan.subject.prompts(count, self.context, self.llm.spec.vocab_size, seed)
 
     def cells(self, roofline: Roofline) -> Iterator[Cell]:
-        """The prefill cell, unless the cache is filled otherwise, and the decode cell.
+        """The prefill cell (without `fill`) and the decode cell.
 
-        The prompts run twice: first for the prefill alone, then with their pages in the prefix
-        cache, so that decode steps hold all sequences and no prefill.
+        The prompts run twice: first to measure prefill, then with their pages in the prefix cache,
+        so that decode steps contain all sequences and no prefill.
         """
         prompts = self.prompts(self.batch, salt=0)
         spec, slots = self.llm.spec, _slots(self.llm.spec, self.context)
@@ -134,7 +135,7 @@ class _Point:
         else:
             phase = run_phase(self.llm, prompts, 1)
         phases = [phase]
-        for salt in range(4, 3 + PREFILLS):
+        for salt in range(4, 3 + MAX_PREFILLS):
             if sum(phase.prefill_seconds for phase in phases) < PREFILL_SECONDS:
                 phases.append(run_phase(self.llm, self.prompts(self.batch, salt), 1))
         if len(phases) > 1:
@@ -145,10 +146,11 @@ class _Point:
         return _Ran(phases[len(phases) // 2], peak, launches, union)
 
     def _prefill_launches(self) -> int:
-        """Kernels of a step, mean over the last ones of a prompt whose other pages are filled."""
+        """Kernels per prefill step: mean over the last steps of a prompt whose other pages are
+        cached."""
         count, steps = 0, 1
         for salt in (2, 3):
-            # Run twice and count the second: the first may compile kernels.
+            # Count the second run: the first may compile kernels.
             last = self.prompts(1, salt)
             fill_pages(self.llm, last, left=2 * self.llm.engine_config.chunked_prefill_size)
             count, steps = self._kernels(last, 1)
@@ -158,23 +160,23 @@ class _Point:
         steps = self.plan.steps
         if not self.on_gpu:
             phase = run_phase(self.llm, prompts, steps + 1)
-            self._expect_together(phase)
+            self._expect_full_batches(phase)
             return _Ran(phase)
         # Run once before measuring, so that CUDA graphs for this batch size are captured.
         run_phase(self.llm, prompts, steps + 1)
         frames = self.llm.engine.runner.pools.frames
         if frames is not None:
-            # The same steps run again: frames would hold all that they read.
+            # Empty the frames: the first run has loaded all pages that the second reads.
             frames.forget()
         phase, peak = _with_peak(lambda: run_phase(self.llm, prompts, steps + 1))
-        self._expect_together(phase)
+        self._expect_full_batches(phase)
         # Both runs start with a prefill of the incomplete last page, which cancels out.
         few, more = (self._kernels(prompts, 2 + n)[0] for n in (0, COUNTED_STEPS))
         return _Ran(phase, peak, round((more - few) / COUNTED_STEPS), union)
 
-    def _expect_together(self, phase: Phase) -> None:
-        """Raise CairnError unless all rows decoded side by side, with their prompts in the cache:
-        a step of fewer rows is not what the cell says."""
+    def _expect_full_batches(self, phase: Phase) -> None:
+        """Raise CairnError unless every decode step contained all rows, with their prompts cached;
+        otherwise the cell's batch size would be wrong."""
         again = phase.prefill_tokens - self.batch * self.llm.engine_config.page_size
         begun = self.batch  # at most one prefill step for each row
         if phase.preemptions or again > 0 or phase.steps > self.plan.steps + begun:
@@ -186,7 +188,7 @@ class _Point:
             )
 
     def _kernels(self, prompts: Sequence[TokenPrompt], max_tokens: int) -> tuple[int, int]:
-        """Kernels and steps of running the prompts."""
+        """Number of kernels and steps of a run of the prompts."""
         phases: list[Phase] = []
         count = kernels(lambda: phases.append(run_phase(self.llm, prompts, max_tokens)))
         return count, phases[0].steps
@@ -218,7 +220,7 @@ class _Point:
 
 
 def _with_peak(work: Callable[[], Phase]) -> tuple[Phase, int]:
-    """What `work` gives, and the GPU memory that it took at most beyond what was taken before."""
+    """Result of `work`, and its peak GPU memory beyond the memory allocated before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -233,17 +235,17 @@ def _with_peak(work: Callable[[], Phase]) -> tuple[Phase, int]:
 
 
 def _slots(spec: ModelSpec, tokens: int) -> int:
-    """Slots that `tokens` user tokens take with their landmarks."""
+    """Number of slots of `tokens` user tokens and their landmarks."""
     if not spec.landmarks or not spec.page_size:
         return tokens
     return tokens + tokens // (spec.page_size - 1)
 
 
 def _sheets_read(phase: Phase) -> int:
-    """Pages of a head that were read by way of frames."""
+    """Pages of one head that were read through frames."""
     return phase.frame_hits + phase.frame_misses
 
 
 def _pages_per_query(phase: Phase) -> float | None:
-    """Mean pages that a query read in one landmark layer; None without such layers."""
+    """Mean number of pages per query and landmark layer; None without such layers."""
     return phase.pages_read / phase.queries if phase.queries else None

@@ -1,4 +1,4 @@
-"""Describes this machine: processor, memory, devices, versions."""
+"""Description of this machine: processor, memory, devices and versions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class CpuInfo:
     """The processor.
 
     Attributes:
-        model: its name as the system gives it.
-        cores: logical processors this process may use.
-        flags: which of the instruction sets that matter here it has.
+        model: name from the operating system.
+        cores: logical processors available to this process.
+        flags: its instruction sets, of those in BF16_FLAGS.
     """
 
     model: str
@@ -32,7 +32,7 @@ class CpuInfo:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Main memory in bytes; `available` is what can be taken without swapping."""
+    """Main memory in bytes; `available` can be allocated without swapping."""
 
     total: int
     available: int
@@ -40,15 +40,14 @@ class MemoryInfo:
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """Everything `cairn doctor` and a benchmark record say about the machine.
+    """Facts about the machine in `cairn doctor` and in benchmark records.
 
     Attributes:
         system: operating system and architecture.
         python: version.
-        packages: name -> installed version, None when absent.
-        cpu, memory: see there.
-        threads: threads of a torch operator.
-        devices: every torch device, "cpu" first.
+        packages: name -> installed version; None: not installed.
+        threads: intra-op threads of torch.
+        devices: all torch devices, "cpu" first.
     """
 
     system: str
@@ -61,7 +60,7 @@ class MachineInfo:
 
 
 def describe_machine() -> MachineInfo:
-    """Look at this machine; nothing is measured."""
+    """Describe this machine, without measurements."""
     return MachineInfo(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
@@ -74,7 +73,7 @@ def describe_machine() -> MachineInfo:
 
 
 def describe_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuInfo:
-    """The processor, from /proc/cpuinfo where there is one."""
+    """The processor, from /proc/cpuinfo if it exists."""
     fields = _colon_fields(cpuinfo)
     has = set(fields.get("flags", fields.get("Features", "")).split())
     model = fields.get("model name") or platform.processor() or platform.machine()
@@ -82,7 +81,7 @@ def describe_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> CpuInfo:
 
 
 def describe_memory(meminfo: Path = Path("/proc/meminfo")) -> MemoryInfo:
-    """Main memory, from /proc/meminfo where there is one, else the physical size twice."""
+    """Main memory, from /proc/meminfo if it exists; otherwise all memory counts as available."""
     fields = _colon_fields(meminfo)
     if "MemTotal" in fields:
         total, free = (_kib(fields[name]) for name in ("MemTotal", "MemAvailable"))
@@ -92,9 +91,9 @@ def describe_memory(meminfo: Path = Path("/proc/meminfo")) -> MemoryInfo:
 
 
 def commit() -> str | None:
-    """Short hash of the source tree's commit, "+" added when files differ.
+    """Short hash of the source tree's commit, with a "+" if files were changed.
 
-    Outside git: what the environment's CAIRN_COMMIT says, else None.
+    Outside git: the environment variable CAIRN_COMMIT, or None.
     """
     here = Path(__file__).parent
     given = os.environ.get("CAIRN_COMMIT") or None
@@ -113,7 +112,7 @@ def commit() -> str | None:
 
 
 def _colon_fields(path: Path) -> dict[str, str]:
-    """`name : value` lines; the first value of a repeated name."""
+    """Values of `name : value` lines; the first one of a repeated name."""
     fields: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

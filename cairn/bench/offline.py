@@ -1,4 +1,4 @@
-"""`cairn bench offline`: many prompts at once, tokens per second."""
+"""`cairn bench offline`: throughput of a batch of prompts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cairn.models.registry import measure_weights
 
 @dataclass(frozen=True, slots=True)
 class OfflinePlan:
-    """What to run.
+    """Options of an offline run.
 
     Attributes:
         subject: folder or shape.
-        num_prompts: prompts given at once.
-        input_len, output_len: user tokens of each.
+        num_prompts: prompts of the batch.
+        input_len, output_len: user tokens per prompt and per output.
         backend: the attention kind.
         options: keywords of LLM.
     """
@@ -33,7 +33,8 @@ class OfflinePlan:
 
 
 def run_offline(plan: OfflinePlan) -> list[Cell]:
-    """Run the prompts once after a warm-up; one cell, its tokens/s over prompt and output."""
+    """Run the prompts once after a warm-up. Returns one cell; its tokens/s count prompts and
+    outputs."""
     options = {"max_model_len": plan.input_len + plan.output_len} | dict(plan.options)
     with open_engine(plan.subject, plan.backend, options) as llm:
         vocab = llm.spec.vocab_size

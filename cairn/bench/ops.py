@@ -1,4 +1,5 @@
-"""`cairn bench ops`: ops at the sizes they declare, against the roofline and alternatives."""
+"""`cairn bench ops`: times of ops at their benchmark points, beside the roofline and
+alternatives."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from cairn.bench.roofline import Roofline, measure, measure_copy
 from cairn.bench.timing import Timing, host_seconds, kernels, measure_calls, rotated
 from cairn.errors import BadConfig, CairnError
 from cairn.names import suggestion
-from cairn.ops.benching import Draw, Point, points_of
+from cairn.ops.bench_points import Draw, Point, points_of
 from cairn.ops.implementation import REFERENCE
 from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, runnable
@@ -27,17 +28,17 @@ from cairn.ops.testing import Arguments, runnable
 log = logging.getLogger(__name__)
 
 SECONDS = {"full": 0.05, "tiny": 0.005}
-"""Budget of one measurement, by sizes."""
-HOSTED = 1e-3
-"""Calls of at least this many seconds are not timed on the host."""
+"""Seconds of one measurement, by `sizes`."""
+MAX_HOSTED = 1e-3
+"""Host time is measured only for calls shorter than this many seconds."""
 TURNS = 3
-"""How often an op and its best alternative are measured in turns, because GPU clocks drift by more
-than they often differ."""
+"""Number of times that an op and its best alternative are measured in turns: GPU clocks drift by
+more than the two often differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpsPlan:
-    """What to time.
+    """Options of `cairn bench ops`.
 
     Attributes:
         names: ops or families; empty: all.
@@ -57,25 +58,25 @@ class OpTiming:
     """An op at one size.
 
     Attributes:
-        op, family: its name and folder.
-        size: in words.
+        op, family: name and family of the op.
+        size: description.
         dtype: of weights, activations and cache.
-        implementation: what the op chose.
+        implementation: the chosen one.
         ms: of one call.
-        floor_ms: its bytes at the measured bandwidth or its operations at the measured GEMM rate,
-            whichever takes longer.
+        floor_ms: time of its bytes at the measured bandwidth, or of its operations at the measured
+            GEMM rate if that is longer.
         timed: "graph", "stream" or "clock", see `cairn.bench.timing.Timing`.
-        bytes, flops: that count.
-        copy_gb_s: 10^9 bytes a second that a large copy reads and writes in this run.
-        alike_ms: of a copy that reads and writes as many bytes, timed as the op is; None where
-            operations take longer than bytes.
+        bytes, flops: of the point.
+        copy_gb_s: bandwidth of a large copy in this run, read and written, in GB/s.
+        alike_ms: of a copy that reads and writes as many bytes, timed like the op; None for
+            compute-bound points.
         launches: GPU kernels of one call; None on a CPU, and after an implementation's first size.
-        host_ms: that the host takes for a call of the op by itself, outside of a graph; None on a
-            CPU, of a call that waits for the device, or keeps it busy for HOSTED seconds or more.
+        host_ms: host time of an eager call; None on a CPU, for calls that synchronize, and for
+            calls of MAX_HOSTED seconds or more.
         others: name -> ms of the op's other implementations and of its alternatives.
-        alternative, alternative_ms: the fastest of the alternatives from outside the op, measured
-            in turns with it.
-        least_host, least_host_ms: which of them takes the host least, and how long.
+        alternative, alternative_ms: the fastest alternative from outside the op, measured in turns
+            with it.
+        least_host, least_host_ms: the alternative with the least host time.
     """
 
     op: str
@@ -100,32 +101,32 @@ class OpTiming:
 
     @property
     def gb_s(self) -> float:
-        """10^9 bytes a second."""
+        """Bandwidth in GB/s."""
         return self.bytes / self.ms / 1e6
 
     @property
     def gflop_s(self) -> float:
-        """10^9 operations a second."""
+        """Rate in GFLOP/s."""
         return self.flops / self.ms / 1e6
 
     @property
     def fraction(self) -> float:
-        """Share of the floor that was reached, 1 at the floor."""
+        """floor_ms / ms: 1 at the roofline."""
         return self.floor_ms / self.ms
 
     @property
     def of_copy(self) -> float:
-        """Its bytes a second by those of a copy: 1 is what moves memory can reach."""
+        """Bandwidth relative to that of a large copy."""
         return self.gb_s / self.copy_gb_s
 
     @property
     def of_alike(self) -> float | None:
-        """Its bytes a second by those of a copy of as many, which has to be launched too."""
+        """Bandwidth relative to that of a copy of as many bytes, launch included."""
         return None if self.alike_ms is None else self.alike_ms / self.ms
 
     @property
     def speedup(self) -> float | None:
-        """How much longer the alternative takes; None without one."""
+        """alternative_ms / ms; None without an alternative."""
         return None if self.alternative_ms is None else self.alternative_ms / self.ms
 
     def fields(self) -> dict[str, object]:
@@ -139,9 +140,9 @@ class OpFailure:
     """An op that could not be timed.
 
     Attributes:
-        op, family, dtype: as of a timing.
-        size: in words; None: the arguments of the next size could not be made.
-        error: what was raised.
+        op, family, dtype: as in OpTiming.
+        size: description; None: building the arguments of the next size failed.
+        error: message of the exception.
     """
 
     op: str
@@ -156,25 +157,25 @@ class OpFailure:
 
 
 def run_ops(plan: OpsPlan) -> Iterator[tuple[OpTiming | OpFailure, Roofline]]:
-    """Every op at every size as soon as it is timed, with the roofline of the run.
+    """Yield the timing of every op and size when it is measured, with the roofline of the run.
 
-    On a GPU all kernels are compiled first, on all cores; their caches lie on disk.
+    On a GPU all kernels are first compiled into the disk caches, on all cores.
 
     Raises:
-        BadConfig: a name that is neither an op nor a family, or a device that is not there.
+        BadConfig: a name that is neither an op nor a family, or a device that does not exist.
         CairnError: at the end, if an op failed at a size.
     """
     chosen = chosen_ops(plan.names)
     if plan.device.startswith("cuda") and not torch.cuda.is_available():
         raise BadConfig(f"device {plan.device!r} is not there", "Give --device cpu")
-    made_as = (plan.device, getattr(torch, plan.dtype), plan.sizes)
+    options = (plan.device, getattr(torch, plan.dtype), plan.sizes)
     if plan.device.startswith("cuda"):
-        compile_ahead(chosen, Draw(*made_as))
+        compile_ahead(chosen, Draw(*options))
     roofline, copy = measure(plan.dtype, plan.device), measure_copy(plan.device) / 1e9
     failed = 0
     for op in chosen:
         # Reseed for each op, so that its arguments do not depend on which ops are timed.
-        for row in _rows(op, Draw(*made_as), plan, roofline, copy):
+        for row in _rows(op, Draw(*options), plan, roofline, copy):
             failed += isinstance(row, OpFailure)
             yield row, roofline
     if failed:
@@ -184,7 +185,7 @@ def run_ops(plan: OpsPlan) -> Iterator[tuple[OpTiming | OpFailure, Roofline]]:
 def _rows(
     op: Op[..., Any], draw: Draw, plan: OpsPlan, roofline: Roofline, copy: float
 ) -> Iterator[OpTiming | OpFailure]:
-    """The op at its sizes; what fails at one is a row too."""
+    """Timings or failures of an op at its sizes."""
     points = points_of(op, draw)
     size: str | None = None
     counted: set[str] = set()
@@ -199,7 +200,7 @@ def _rows(
                 counted.add(row.implementation)
                 row = dataclasses.replace(row, launches=kernels_of(op, point))
             yield row
-        except Exception as error:  # noqa: BLE001 - whatever it is, its record says so
+        except Exception as error:  # noqa: BLE001 - recorded as a failure
             log.error("%s at %s failed: %s", op.name, size, error)
             yield OpFailure(op.name, op.family, size, plan.dtype, str(error))
             if size is None:
@@ -208,15 +209,15 @@ def _rows(
 
 
 def this_device() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
+    """ "cuda" if there is a GPU, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def chosen_ops(names: Sequence[str]) -> list[Op[..., Any]]:
-    """The ops that these names mean, of those that declare sizes; no names mean all.
+    """The ops with benchmark points among these ops and families; no names: all.
 
     Raises:
-        BadConfig: an unknown name, or an op that declares no sizes.
+        BadConfig: an unknown name, or an op without benchmark points.
     """
     every = all_ops()
     known = {name for op in every for name in (op.family, op.name, *op.names)}
@@ -261,7 +262,7 @@ def _timing(
     ):
         try:
             others[name] = timed(function, arguments).seconds * 1e3
-        except Exception as error:  # noqa: BLE001 - the op has its row without it
+        except Exception as error:  # noqa: BLE001 - the op is recorded without it
             log.warning("%s at %s: %s cannot run: %s", op.name, point.size, name, error)
     best = min((name for name in outside if name in others), key=others.__getitem__, default=None)
     against = []
@@ -273,7 +274,7 @@ def _timing(
         others[best] = statistics.median(against)
     seconds = statistics.median(one.seconds for one in own[1:])
     host_ms, hosts = None, {}
-    if plan.device.startswith("cuda") and seconds < HOSTED:
+    if plan.device.startswith("cuda") and seconds < MAX_HOSTED:
         host_ms = _host_ms(op, given)
         beside = {name: _host_ms(*outside[name]) for name in outside if name in others}
         hosts = {name: took for name, took in beside.items() if took is not None}
@@ -305,19 +306,19 @@ def _timing(
 
 
 def _copied(size: int, plan: OpsPlan) -> Arguments:
-    """Arguments of a copy that reads and writes so many bytes, but for an odd one."""
+    """Arguments of a copy that reads and writes `size` bytes in total (rounded to even)."""
     source = torch.zeros(max(1, size // 2), dtype=torch.uint8, device=plan.device)
     return Arguments((torch.empty_like(source), source))
 
 
 def _host_ms(function: Callable[..., Any], given: Arguments) -> float | None:
-    """What the host takes for a call on a GPU; None if it waits for the device."""
+    """Host time of a call on a GPU; None if it synchronizes."""
     seconds = host_seconds(functools.partial(function, *given.args, **given.kwargs))
     return None if seconds is None else seconds * 1e3
 
 
 def kernels_of(op: Op[..., Any], point: Point) -> int:
-    """GPU kernels that one call launches."""
+    """Number of GPU kernels that one call launches."""
     given = point.arguments
     with torch.inference_mode():
         return kernels(lambda: op(*given.args, **given.kwargs))

@@ -1,4 +1,4 @@
-"""Counts how many different pages neighbouring queries select, by observing landmark_attention."""
+"""Number of distinct pages that adjacent queries select, by observing landmark_attention."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ NEIGHBOURS = 16
 
 
 class SelectionWatch(TorchDispatchMode):
-    """Within the block, looks at every call of landmark_attention in this thread.
+    """Within the block, observes the calls of landmark_attention in this thread.
 
     Attributes:
-        blocks: runs of NEIGHBOURS queries of one row that select topk pages each, per KV head.
-        pages: different pages that they select, summed over the blocks.
+        blocks: number of blocks of NEIGHBOURS adjacent queries of one row that select topk pages
+            each, counted per KV head.
+        pages: distinct pages that a block selects, summed over the blocks.
     """
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class SelectionWatch(TorchDispatchMode):
 
     @property
     def union(self) -> float | None:
-        """Pages that NEIGHBOURS queries select together, mean; None if none were seen."""
+        """Mean number of distinct pages per block; None without blocks."""
         return self.pages / self.blocks if self.blocks else None
 
     def __torch_dispatch__(
@@ -39,7 +40,7 @@ class SelectionWatch(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run the operator, and look at the pages if it is the one."""
+        """Run the operator; count the pages if it is landmark_attention."""
         result = func(*args, **(kwargs or {}))
         if func is ops.landmark_attention.registered:
             given = dict(zip(ops.landmark_attention.__signature__.parameters, args, strict=False))

@@ -1,4 +1,4 @@
-"""One record per measured cell, kept as a JSON list per run."""
+"""Benchmark records: one per measured cell, in a JSON list per run."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ RESULTS = Path("benchmarks/results")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measured point.
+    """One measured cell.
 
     Attributes:
         shape: shape or model folder.
         phase: "prefill", "decode" or "offline".
-        context: user tokens of each sequence before the phase's end.
-        batch: sequences at once.
+        context: user tokens per sequence at the end of the phase.
+        batch: number of sequences.
         backend: "hsa", "dense" or "transformers".
         dtype: of weights and activations.
         ms: milliseconds of the whole prefill, of one decode step, or of the offline run.
-        floor_ms: what the roofline measured in the same run allows; None where it says nothing.
+        floor_ms: least time by the roofline measured in the same run; None: unknown.
         tokens_per_s: user tokens of all sequences per second.
-        pages_read: pages a query read per landmark layer, mean; None for other layers or phases.
-        host_us: microseconds of the host in a step that only decodes, mean: all but the wait for
-            the device; None where no such step ran.
-        host_us_by_stage: what they went into, see `cairn.engine.totals.HostTimes`.
-        parameters: of the model that ran, so that nobody compares models of different size.
-        selection: of landmark layers: "random" (weights and prompts), "shared" (random weights,
-            neighbours select much the same pages), "trained"; None for other layers.
-        union16: pages that 16 neighbouring queries select together in a layer, mean; None where
-            not measured.
+        pages_read: mean number of pages per query and landmark layer; None for other layers or
+            phases.
+        host_us: mean host time of a decode-only step in microseconds, without the wait for the
+            device; None without such steps.
+        host_us_by_stage: the same by stage, see `cairn.engine.totals.HostTimes`.
+        parameters: number of parameters of the model.
+        selection: of landmark layers: "random" (weights and prompts), "shared" (random weights;
+            adjacent queries select mostly the same pages), "trained"; None for other layers.
+        union16: mean number of distinct pages that 16 adjacent queries select in a layer; None: not
+            measured.
         launches: GPU kernels of one step; None on a CPU.
-        peak_bytes: GPU memory that the phase took at most beside weights and pages; None on a CPU.
-        step_tokens: slots that a step may run.
+        peak_bytes: peak GPU memory of the phase beyond weights and pages; None on a CPU.
+        step_tokens: most slots of a step.
         kv_cache_dtype: of keys and values.
-        frame_hits: of pages in host memory: share of the selected ones that were in frames.
+        frame_hits: with pages in host memory: fraction of selected pages found in frames.
     """
 
     shape: str
@@ -70,17 +71,17 @@ class Cell:
 
     @property
     def fraction(self) -> float | None:
-        """Share of the floor that was reached, 1 at the floor."""
+        """floor_ms / ms: 1 at the roofline."""
         return None if self.floor_ms is None else self.floor_ms / self.ms
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What all records of a run share.
+    """Facts that all records of a run share.
 
     Attributes:
-        machine: where it ran.
-        commit: of the source tree, None outside git.
+        machine: the machine.
+        commit: of the source tree; None outside git.
         command: the command line.
     """
 
@@ -95,7 +96,7 @@ def fields_of(cell: Cell) -> dict[str, object]:
 
 
 def shared_fields(run: RunInfo, roofline: Roofline | None = None) -> dict[str, object]:
-    """What every record of a run says about where, with what and when."""
+    """Fields that all records of a run share: machine, versions, rates and date."""
     return {
         "torch": run.machine.packages.get("torch"),
         "triton": run.machine.packages.get("triton"),
@@ -114,7 +115,7 @@ class RecordFile:
     """Appends the records of a run one by one, so that a later failure loses none.
 
     Args:
-        name: of the measurement, for the file's default name.
+        name: name of the measurement, for the default file name.
         command: the command line.
         output: the file; None: the default.
 
@@ -135,7 +136,7 @@ class RecordFile:
     def add(
         self, fields: Mapping[str, object], roofline: Roofline | None = None
     ) -> dict[str, object]:
-        """Append a record: these fields and what the run's records share."""
+        """Append a record of these fields and the shared ones, and return it."""
         record = {**fields, **shared_fields(self._run, roofline)}
         append([record], self.path)
         self.count += 1
@@ -143,13 +144,13 @@ class RecordFile:
 
 
 def append(found: list[dict[str, object]], path: Path) -> None:
-    """Append to the JSON list in `path`, created with its folder when absent."""
+    """Append to the JSON list in `path`; creates the file and its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps([*known(path), *found], indent=1) + "\n", encoding="utf-8")
 
 
 def check_appendable(path: Path) -> None:
-    """Raise BadConfig before a run if `append` could not write to this file."""
+    """Raise BadConfig unless `append` can write to this file; to be called before a run."""
     try:
         found = known(path)
     except (OSError, ValueError) as error:
@@ -159,7 +160,7 @@ def check_appendable(path: Path) -> None:
 
 
 def known(path: Path) -> list[dict[str, object]]:
-    """The records that a file holds; none where there is no file."""
+    """The records of a file; an empty list if it does not exist."""
     found: list[dict[str, object]] = []
     if path.exists():
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -167,7 +168,8 @@ def known(path: Path) -> list[dict[str, object]]:
 
 
 def default_path(name: str, machine: MachineInfo, folder: Path = RESULTS) -> Path:
-    """`<date>-<machine>-<name>.json` below `folder`, the machine being its GPU if it has one."""
+    """Path `<date>-<machine>-<name>.json` in `folder`; the machine is named by its GPU if it has
+    one."""
     device = machine.cpu.model
     if len(machine.devices) > 1:
         # "cuda:0 NVIDIA H100 80GB HBM3, 79 GiB" is an h100.

@@ -1,7 +1,7 @@
 """The roofline: measured memory bandwidth and GEMM rate, bytes and operations of a step.
 
-The work follows the cost model of hierarchical sparse attention: weights are streamed once a step,
-every query reads its window, its selected pages and the summaries of all candidate pages.
+Weights are read once per step. Each query reads its window, its selected pages and the summaries of
+all candidate pages (hierarchical sparse attention), or what its kind of attention reads.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from cairn.specs.mla import MlaSpec
 from cairn.specs.model import ELEMENT_SIZE, LayerSpec, MixerSpec, ModelSpec
 
 BANDWIDTH_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
-"""Bytes of the bandwidth test: larger than caches, and longer than a kernel launch."""
+"""Bytes of the bandwidth test: more than caches hold, and long compared to a kernel launch."""
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 REPEATS = 5
 BIAS_BYTES = SCALE_BYTES = 4
 FP8_BYTES = 1
-"""Of a quantised number of a matrix; a scale is of thousands of them."""
+"""Bytes per quantised element of a matrix; its scales are negligible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Rates of this machine.
+    """Measured rates of a device.
 
     Attributes:
         bandwidth: bytes read from memory per second.
         gemm: floating-point operations per second of a large matrix product.
         dtype: dtype of that product.
-        device: where both were measured.
+        device: the device.
     """
 
     bandwidth: float
@@ -51,16 +51,16 @@ class Roofline:
     def decode_floor(
         self, spec: ModelSpec, slots: int, batch: int, small: str | None = None
     ) -> float:
-        """Seconds a decode step cannot beat: its bytes at the measured bandwidth."""
+        """Least seconds of a decode step: its bytes at the measured bandwidth."""
         return decode_bytes(spec, slots, batch, self.dtype, small) / self.bandwidth
 
     def prefill_floor(self, spec: ModelSpec, slots: int, batch: int = 1) -> float:
-        """Seconds a prefill cannot beat: its operations at the measured GEMM rate."""
+        """Least seconds of a prefill: its operations at the measured GEMM rate."""
         return batch * prefill_flops(spec, slots) / self.gemm
 
 
 def measure(dtype: str, device: str = "cpu") -> Roofline:
-    """Measure both rates now, on otherwise idle cores.
+    """Measure both rates; other work on the device would falsify them.
 
     Args:
         dtype: "float32", "bfloat16" or "float16", of the matrix product.
@@ -70,14 +70,14 @@ def measure(dtype: str, device: str = "cpu") -> Roofline:
 
 
 def measure_bandwidth(device: str = "cpu", size: int | None = None) -> float:
-    """Bytes per second of a sum over `size` bytes of float32, best of five."""
+    """Bytes per second of a float32 sum over `size` bytes, best of five."""
     size = size or _bandwidth_bytes(device)
     data = torch.ones(size // 4, dtype=torch.float32, device=device)
     return size / _best(data.sum, device)
 
 
 def measure_copy(device: str = "cpu", size: int | None = None) -> float:
-    """Bytes per second, read and written, of a copy of so many bytes, best of five."""
+    """Bytes per second, read and written, of a copy of `size` bytes, best of five."""
     size = size or _bandwidth_bytes(device) // 2
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -85,7 +85,7 @@ def measure_copy(device: str = "cpu", size: int | None = None) -> float:
 
 
 def _bandwidth_bytes(device: str) -> int:
-    """BANDWIDTH_BYTES, or half of what an engine beside has left of a GPU."""
+    """BANDWIDTH_BYTES, but at most half of the free memory of a GPU."""
     wanted = BANDWIDTH_BYTES[torch.device(device).type]
     if not device.startswith("cuda"):
         return wanted
@@ -94,7 +94,7 @@ def _bandwidth_bytes(device: str) -> int:
 
 
 def measure_gemm(dtype: str, device: str = "cpu", size: int | None = None) -> float:
-    """Operations per second of a square matrix product of this side, best of five."""
+    """Operations per second of a product of two size x size matrices, best of five."""
     size = size or GEMM_SIZE[torch.device(device).type]
     kind = getattr(torch, dtype)
     left = torch.randn(size, size, device=device).to(kind)
@@ -103,7 +103,7 @@ def measure_gemm(dtype: str, device: str = "cpu", size: int | None = None) -> fl
 
 
 def _best(work: Callable[[], torch.Tensor], device: str) -> float:
-    """Seconds of the fastest of five runs, after one to warm up."""
+    """Seconds of the fastest of five runs, after a warm-up."""
     seconds = []
     with torch.inference_mode():
         for _ in range(REPEATS + 1):
@@ -118,15 +118,15 @@ def _best(work: Callable[[], torch.Tensor], device: str) -> float:
 def decode_bytes(
     spec: ModelSpec, slots: int, batch: int, dtype: str, small: str | None = None
 ) -> float:
-    """Bytes that one decode step must read and write.
+    """Bytes that one decode step reads and writes.
 
     Args:
         spec: the model.
         slots: slots of each sequence before the step.
-        batch: sequences, one query each.
+        batch: number of sequences, one query each.
         dtype: of weights that are not quantised, and of the cache.
-        small: dtype of the cache where it is one of SMALL_KV_DTYPES: of keys and values one of
-            KV_FORMATS; latents and index keys have a byte a number and scales (fp8_ds).
+        small: dtype of a cache of one of SMALL_KV_DTYPES: for keys and values one of KV_FORMATS;
+            latents and index keys then have one byte per element, and scales (fp8_ds).
     """
     size = ELEMENT_SIZE[dtype]
     stored = size if spec.quantization is None else FP8_BYTES
@@ -138,20 +138,20 @@ def decode_bytes(
 
 
 def prefill_flops(spec: ModelSpec, slots: int) -> float:
-    """Operations to prefill one sequence of `slots` slots and sample one token."""
+    """Operations of a prefill of `slots` slots and the logits of one token."""
     head = 2.0 * spec.vocab_size * spec.hidden_size
     mixing = sum(_mixing_flops(spec, mixer, slots) for mixer in spec.mixers)
     return head + 2.0 * decode_parameters(spec) * slots + mixing
 
 
 def decode_parameters(spec: ModelSpec) -> float:
-    """Matrix parameters of the layers that one token multiplies with."""
+    """Matrix parameters of all layers that one token is multiplied with."""
     mixers = sum(_mixer_parameters(spec, mixer) for mixer in spec.mixers)
     return mixers + sum(_ffn_parameters(spec, layer.ffn, 1) for layer in spec.layers)
 
 
 def _read_parameters(spec: ModelSpec, layer: LayerSpec, tokens: int) -> float:
-    """Matrix parameters of a layer that a step of so many tokens reads."""
+    """Matrix parameters of a layer that a step of `tokens` tokens reads."""
     return _mixer_parameters(spec, layer.mixer) + _ffn_parameters(spec, layer.ffn, tokens, True)
 
 
@@ -182,8 +182,8 @@ def _mixer_parameters(spec: ModelSpec, mixer: MixerSpec) -> int:
 
 
 def _ffn_parameters(spec: ModelSpec, ffn: FfnSpec, tokens: int, read: bool = False) -> float:
-    """Parameters that one token multiplies with; or that a step of so many tokens reads, where each
-    of them chooses its experts at random."""
+    """Parameters that one token is multiplied with or, with `read`, that a step of `tokens` tokens
+    reads if each token chooses its experts at random."""
     if isinstance(ffn, DenseFfn):
         return 3 * spec.hidden_size * ffn.intermediate
     missed = (1 - ffn.active / ffn.experts) ** tokens
@@ -195,7 +195,8 @@ def _ffn_parameters(spec: ModelSpec, ffn: FfnSpec, tokens: int, read: bool = Fal
 def _query_bytes(
     spec: ModelSpec, mixer: MixerSpec, slots: int, size: int, small: str | None
 ) -> float:
-    """Cache bytes that one query at slot `slots` moves in one layer; size: of a number."""
+    """Cache bytes that one query at slot `slots` reads and writes in one layer; size: bytes per
+    element."""
     if isinstance(mixer, GatedDeltaSpec):
         state = mixer.value_heads * mixer.key_dim * mixer.value_dim
         return 2 * (4 * state + size * mixer.conv_channels * (mixer.conv_kernel - 1))
@@ -206,10 +207,10 @@ def _query_bytes(
         if mixer.indexer is not None:
             dim = mixer.indexer.head_dim
             key = dim + SCALE_BYTES if small else dim * size
-        seen = slots + 1 if mixer.topk is None else min(slots + 1, mixer.topk)
-        # Where a row is short, nothing is scored.
-        scored = slots + 1 if seen < slots + 1 else 0
-        return record * (seen + 1) + key * (scored + 1)
+        read = slots + 1 if mixer.topk is None else min(slots + 1, mixer.topk)
+        # Rows of at most topk slots are read whole, without scores.
+        scored = slots + 1 if read < slots + 1 else 0
+        return record * (read + 1) + key * (scored + 1)
     if isinstance(mixer, CompressedSpec):
         return compressed_roofline.query_bytes(mixer, slots, size)
     head = KV_FORMATS[small].slot_bytes(mixer.head_dim) if small else mixer.head_dim * size
@@ -269,7 +270,7 @@ def _sum_of_pages(count: int, page: int) -> int:
 
 
 def _visible(slots: int, window: int | None) -> float:
-    """Sum over the queries of a sequence of the keys each sees: all before it, or a window."""
+    """Number of (query, key) pairs of causal attention, over a window or (None) all slots."""
     if window is None or slots <= window:
         return slots * (slots + 1) / 2
     return window * (window + 1) / 2 + (slots - window) * window

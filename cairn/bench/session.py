@@ -1,4 +1,4 @@
-"""Runs an engine for a measurement and reads its counters around each phase."""
+"""Engines for measurements, and their counters before and after each phase."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from cairn.types import SamplingParams
 
 TokenPrompt = dict[str, list[int]]
 
-WORKING_SET, RENEWAL = 3, 0.03
-"""Without positions a landmark query depends on little but its token. When prompts repeat a few
-tokens, 16 neighbouring queries select about a hundred different pages, as in a trained 7B model."""
+WORKING_SET, REPLACEMENT = 3, 0.03
+"""Prompts for `overlap` repeat a few tokens: size of that set, and probability per token that one
+of them is replaced. Without positions a landmark query depends mostly on its token, so 16 adjacent
+queries then select about a hundred distinct pages, as in a trained 7B model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured: a folder, or a shape with random weights.
+    """The measured model: a folder, or a shape with random weights.
 
     Attributes:
         model: folder of a model; None for a shape.
         shape: name in SHAPES; used when `model` is None.
-        overlap: of a shape: neighbouring queries select much the same pages.
+        overlap: for a shape: adjacent queries select mostly the same pages.
     """
 
     model: Path | None
@@ -39,23 +40,23 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Its name in records."""
+        """Name in records."""
         return self.shape if self.model is None else self.model.name
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Its attention kinds."""
+        """Attention kinds."""
         return kinds_of(self.shape if self.model is None else "")
 
     @property
     def selection(self) -> str:
-        """What decides which pages its landmark layers read: "random", "shared" or "trained"."""
+        """Kind of page selection in landmark layers: "random", "shared" or "trained"."""
         if self.model is not None:
             return "trained"
         return "shared" if self.overlap else "random"
 
     def prompts(self, count: int, length: int, vocab_size: int, seed: int) -> list[TokenPrompt]:
-        """`count` prompts of `length` user tokens, different from each other."""
+        """`count` different prompts of `length` user tokens."""
         if not self.overlap:
             return random_prompts(count, length, vocab_size, seed)
         rng = random.Random(seed)
@@ -64,19 +65,19 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Counters of one stretch of work.
+    """Differences of the engine's counters over one phase.
 
     Attributes:
-        steps: steps that ran.
-        prefill_tokens, decode_tokens: user tokens that ran.
-        generated_tokens: tokens that were sampled.
-        prefill_seconds, decode_seconds: as the engine counts them.
-        steady: what steps that only decode cost the host.
+        steps: number of steps.
+        prefill_tokens, decode_tokens: user tokens computed.
+        generated_tokens: sampled tokens.
+        prefill_seconds, decode_seconds: by the engine's clock.
+        steady: host times of decode-only steps.
         queries: queries of landmark layers.
-        pages_read, pages_held: pages that they read, pages that dense attention would have read.
-        preemptions: rows whose pages were taken back for a while.
-        frame_hits, frame_misses: selected pages in host memory that were in frames, and that were
-            fetched.
+        pages_read, pages_held: pages that these queries read, and that dense attention would read.
+        preemptions: number of preempted rows.
+        frame_hits, frame_misses: selected pages in host memory that were found in frames, and that
+            were fetched.
     """
 
     steps: int
@@ -95,8 +96,8 @@ class Phase:
 
     @property
     def host_us(self) -> dict[str, float] | None:
-        """Microseconds of the host in a step that only decodes, mean, by what they went into; None
-        where no such step ran."""
+        """Mean host time of a decode-only step in microseconds, by stage; None without such
+        steps."""
         if not self.steady.steps:
             return None
         stages = ("plan", "launch", "results", "other")
@@ -108,12 +109,11 @@ COUNTERS = tuple(field.name for field in fields(Phase))
 
 @contextmanager
 def open_engine(subject: Subject, backend: str, options: Mapping[str, Any]) -> Iterator[LLM]:
-    """An engine of the subject, shut down at the end.
+    """An engine of the subject; it is shut down at the end of the block.
 
     Args:
         subject: folder or shape.
-        backend: of a shape one of its kinds; a folder is asked to compute its own weights by
-            "hsa" or "dense".
+        backend: attention kind: one of the shape's kinds; for a folder "hsa" or "dense".
         options: keywords of LLM.
     """
     with tempfile.TemporaryDirectory(prefix="cairn-bench-") as folder:
@@ -130,27 +130,27 @@ def open_engine(subject: Subject, backend: str, options: Mapping[str, Any]) -> I
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[TokenPrompt]:
-    """`count` prompts of `length` random user tokens, different from each other."""
+    """`count` different prompts of `length` random user tokens."""
     rng = random.Random(seed)
     return [{"prompt_token_ids": rng.choices(range(vocab_size), k=length)} for _ in range(count)]
 
 
 def _repetitive(rng: random.Random, length: int, vocab_size: int) -> list[int]:
-    """Tokens drawn from a few, of which one is now and then replaced."""
+    """Tokens drawn from a set of WORKING_SET tokens, which changes slowly."""
     few = rng.choices(range(vocab_size), k=WORKING_SET)
     tokens = []
     for _ in range(length):
-        if rng.random() < RENEWAL:
+        if rng.random() < REPLACEMENT:
             few[rng.randrange(WORKING_SET)] = rng.randrange(vocab_size)
         tokens.append(few[rng.randrange(WORKING_SET)])
     return tokens
 
 
 def run_phase(llm: LLM, prompts: Sequence[TokenPrompt], max_tokens: int) -> Phase:
-    """Run the prompts greedily to exactly `max_tokens` tokens each; what the counters gained.
+    """Generate exactly `max_tokens` tokens per prompt, greedily; returns the counters' differences.
 
     Raises:
-        CairnError: a prompt ended with an error: what it took means nothing then.
+        CairnError: a prompt ended with an error, so the counters are meaningless.
     """
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     before = _read(llm)

@@ -1,10 +1,9 @@
-"""`cairn bench speculation`: steps with guesses against steps without, in one engine.
+"""`cairn bench speculation`: decode with and without speculation, in one engine.
 
-The last matrix of each mixer and feed-forward part is set to zero, so that layers take their time
-and add nothing to their tokens, and the output head is the embedding in another order: each token
-decides the next one, in long cycles. A prompt that ends with a cycle is copied, and prompt lookup
-finds where from.
-"""
+The last matrix of each mixer and feed-forward part is set to zero, so layers take their usual time
+but add nothing to the residual stream, and the output head is a permutation of the embedding: each
+token determines the next one, in long cycles. A prompt that ends with a cycle is continued by a
+copy of it, which prompt lookup predicts."""
 
 from __future__ import annotations
 
@@ -25,25 +24,25 @@ from cairn.models.decoder import Decoder
 from cairn.types import SamplingParams
 
 TURNS = 3
-"""Times that each way of decoding runs, one after the other; the fastest counts."""
-LONGEST = 12
-"""Tokens of the longest match that prompt lookup looks for."""
-DRAWN_AT = 100.0
-"""Temperature of random text: the logits of a token that decides the next one lie far apart."""
+"""Runs with and without speculation, in turns; the fastest of each is recorded."""
+MAX_MATCH = 12
+"""Tokens of the longest match of prompt lookup."""
+RANDOM_TEMPERATURE = 100.0
+"""Temperature for random text; at lower ones the model follows its cycles."""
 RANDOM, WRONG = "random text", "wrong guesses"
 CASES = ("copying", RANDOM, WRONG)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPlan:
-    """What to run.
+    """Options of the benchmark.
 
     Attributes:
         subject: folder or shape.
-        context: tokens of each prompt.
-        batches: sequences at once.
-        output_len: tokens of each output.
-        drafts: guesses of a row at a time.
+        context: tokens per prompt.
+        batches: numbers of sequences.
+        output_len: tokens per output.
+        drafts: draft tokens per row and step.
         backend: the attention kind.
         options: keywords of LLM.
     """
@@ -63,14 +62,14 @@ class SpeculationCell:
 
     Attributes:
         shape: shape or model folder.
-        case: one of CASES: a passage of the prompt, as long as the output, is copied; prompt
-            lookup on drawn text; all guesses are wrong.
+        case: one of CASES: the output copies a passage of the prompt; prompt lookup on random text;
+            all draft tokens are wrong.
         context, batch, output_len, drafts: as in the plan.
         backend: "hsa" or "dense".
         dtype: of weights and activations.
-        plain_ms, ms: of a step without guesses, and of one with them allowed, mean.
+        plain_ms, ms: mean milliseconds per step without and with speculation.
         plain_tokens_per_s, tokens_per_s: likewise, of all sequences.
-        drafted, accepted: guesses that ran, and that were right.
+        drafted, accepted: number of draft tokens, and of accepted ones.
         phase: "speculation".
     """
 
@@ -92,19 +91,19 @@ class SpeculationCell:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
-    """Guesses another token in place of each that prompt lookup finds."""
+class WrongDrafter:
+    """Drafter that replaces each token of prompt lookup by another one."""
 
     lookup: NgramDrafter
     ahead: ClassVar[int] = 0
 
     @property
     def drafts(self) -> int:
-        """As many as it guesses."""
+        """Most draft tokens."""
         return self.lookup.drafts
 
     def guess(self, request: Request, most: int) -> list[int]:
-        """Up to `most` tokens."""
+        """Up to `most` wrong draft tokens."""
         return [token ^ 1 for token in self.lookup.guess(request, most)]
 
 
@@ -118,7 +117,7 @@ class _Ran:
 
 
 def run_speculation(plan: SpeculationPlan) -> Iterator[SpeculationCell]:
-    """Every case as soon as it is measured."""
+    """Yield every case when it is measured."""
     options = {
         "max_model_len": plan.context + plan.output_len + 1,
         "max_num_seqs": max(plan.batches),
@@ -132,7 +131,7 @@ def run_speculation(plan: SpeculationPlan) -> Iterator[SpeculationCell]:
             "Give a longer --context or a shorter --output-len",
         )
     with open_engine(plan.subject, plan.backend, options) as llm:
-        follow_cycles(llm, max(1, plan.output_len - LONGEST))
+        follow_cycles(llm, max(1, plan.output_len - MAX_MATCH))
         for batch in plan.batches:
             prompts = random_prompts(batch, plan.context, llm.spec.vocab_size, seed=batch)
             for case in CASES:
@@ -141,7 +140,8 @@ def run_speculation(plan: SpeculationPlan) -> Iterator[SpeculationCell]:
 
 @torch.no_grad()
 def follow_cycles(llm: LLM, period: int) -> None:
-    """Let each token decide the next one, in cycles of `period` tokens."""
+    """Change the weights so that each token determines the next one, in cycles of `period`
+    tokens."""
     model = cast(Decoder, llm._built.runner.model)
     for name, weight in model.named_parameters():
         if name.endswith((".out.weight", ".down.weight")):
@@ -152,14 +152,14 @@ def follow_cycles(llm: LLM, period: int) -> None:
     begin = token - place
     before = begin + (place - 1) % (len(table) - begin).clamp(max=period)
     model.head = Head(*table.shape, dtype=table.dtype).to(table.device)
-    # It has more rows, in whole tiles.
+    # The head is padded to whole tiles.
     model.head.weight.zero_()[: len(table)] = table[before]
 
 
 def with_passages(
     llm: LLM, prompts: Sequence[TokenPrompt], params: SamplingParams
 ) -> list[TokenPrompt]:
-    """The prompts, which end with what the model gives for them instead: it goes on with that."""
+    """Replace the end of each prompt by the model's output for it, which the model then repeats."""
     outputs = _run(llm, prompts, params, None, None).outputs
     return [
         {"prompt_token_ids": [*prompt["prompt_token_ids"][: -len(output)], *output]}
@@ -171,22 +171,23 @@ def _cell(
     llm: LLM, plan: SpeculationPlan, prompts: Sequence[TokenPrompt], case: str
 ) -> SpeculationCell:
     drawn = SamplingParams(
-        temperature=DRAWN_AT, seed=1, max_tokens=plan.output_len, ignore_eos=True
+        temperature=RANDOM_TEMPERATURE, seed=1, max_tokens=plan.output_len, ignore_eos=True
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=plan.output_len, ignore_eos=True)
     params = drawn if case == RANDOM else greedy
     if case != RANDOM:
         prompts = with_passages(llm, prompts, greedy)
-    lookup = NgramDrafter(plan.drafts, 2, LONGEST)
-    drafter: Drafter = Wrong(lookup) if case == WRONG else lookup
+    lookup = NgramDrafter(plan.drafts, 2, MAX_MATCH)
+    drafter: Drafter = WrongDrafter(lookup) if case == WRONG else lookup
     times = llm.engine.core.times
     plain: list[_Ran] = []
     guessing: list[_Ran] = []
     for turn in range(TURNS + 1):
-        ways: tuple[tuple[list[_Ran], Drafter | None], ...] = ((plain, None), (guessing, drafter))
-        for found, some in ways:
+        variants: tuple[tuple[list[_Ran], Drafter | None], ...]
+        variants = ((plain, None), (guessing, drafter))
+        for found, some in variants:
             ran = _run(llm, prompts, params, some, Pace(times, plan.drafts))
-            # The first turn captures graphs and learns how long steps take.
+            # The first turn captures graphs and measures step times for the pace.
             if turn:
                 found.append(ran)
     without, best = (max(runs, key=lambda ran: ran.tokens_per_s) for runs in (plain, guessing))
@@ -215,7 +216,8 @@ def _run(
     drafter: Drafter | None,
     pace: Pace | None,
 ) -> _Ran:
-    """The prompts once, with their pages in the cache: one step runs what no page holds of them."""
+    """Run the prompts once, with their complete pages cached: one step computes the rest of
+    them."""
     scheduler = llm.engine.core.scheduler
     scheduler.drafter, scheduler.pace = drafter, pace
     before = llm.stats()

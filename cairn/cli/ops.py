@@ -94,10 +94,10 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 def _pages_of(folder: Path) -> set[Path]:
     """The pages that a folder holds. Raises BadConfig for a folder with other texts."""
-    from cairn.ops.docs import INDEX, MADE
+    from cairn.ops.docs import GENERATED, INDEX
 
     found, index = set(folder.glob("*.md")), folder / INDEX
-    if found and not (index in found and MADE in index.read_text(encoding="utf-8")):
+    if found and not (index in found and GENERATED in index.read_text(encoding="utf-8")):
         raise BadConfig(
             f"{folder} holds files that are not pages of ops", "Give a folder of their own"
         )

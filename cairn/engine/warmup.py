@@ -12,7 +12,8 @@ import time
 
 from cairn.engine.build import Built, page_format
 from cairn.errors import BadModel
-from cairn.ops.advice import compile_ahead, note_of
+from cairn.ops.compile_ahead import compile_ahead
+from cairn.ops.compile_cache import cache_path
 from cairn.runner.first_steps import FirstSteps, StepSeries
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,11 @@ def warm_up(built: Built) -> None:
     if on_gpu and alone and built.config.kv_cache_memory is not None:
         # Otherwise they were compiled when steps were measured.
         plans = [plan for steps in (*prompts, *several) for plan in steps.without_decode()]
-        note = note_of(
+        marker = cache_path(
             (built.spec, page_format(built.config), first, runner.graphs is not None),
             runner.rows.device,
         )
-        compile_ahead(functools.partial(runner.rehearse, plans), note=note)
+        compile_ahead(functools.partial(runner.rehearse, plans), marker=marker)
     # First without prefill graphs: steps that fit no graph, or report page selection, run eagerly.
     graphs = runner.prefill_graphs
     # Turning graphs off here would leave them on in the other ranks, so several ranks keep them.

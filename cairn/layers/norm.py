@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.distributed.groups import Group
 from cairn.layers.weight import Source, Weight
-from cairn.ops import advice
+from cairn.ops import planning
 
 
 class RMSNorm(nn.Module):
@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
         """residual [T, width] += delta, in place; returns the norm of the sum, for which delta's
         memory is used. None: the norm is left to the next product, which fuses it on this
         device."""
-        if not advice.norms_sums(delta):
+        if not planning.fuses_add_norm(delta):
             residual += delta
             return None
         ops.fused_add_rmsnorm(delta, residual, self.weight, self.eps)

@@ -1,6 +1,6 @@
 """Ops run with torch.autocast disabled.
 
-Autocast would change the formula of an op: a definition in float32 would multiply in bfloat16.
+Under autocast a definition in float32 would multiply in bfloat16, which is another formula.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def as_it_is(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that runs with autocast disabled."""
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function to run with autocast disabled; return it as it is where no autocast is
+    enabled."""
     if not torch._C._is_any_autocast_enabled():
         return function
 

@@ -1,7 +1,7 @@
-"""The bound call of an op: what its implementations, checks, fakes and predicates receive.
+"""The bound call of an op, which its implementations, checks, fakes and predicates receive.
 
-A definition owns its signature. Arguments are bound to it once, by a function that is generated
-from it, and travel as one object with an attribute a parameter.
+Arguments are bound to the definition's signature once, by a function that is generated from the
+signature, and are passed as one object with an attribute for each parameter.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 
 class Call:
-    """Arguments of one call, an attribute for each parameter of the definition; defaults are
-    filled in. An op's subclass of it has one slot a parameter."""
+    """Arguments of one call: an attribute for each parameter of the definition, with defaults
+    filled in. Each op has a subclass with one slot for each parameter."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -30,7 +30,7 @@ class Call:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def replaced(self, **changes: Any) -> Call:
-        """The same call with other arguments for some parameters."""
+        """A copy of the call with other arguments for some parameters."""
         other = type(self)()
         for name in self.__slots__:
             setattr(other, name, changes[name] if name in changes else getattr(self, name))
@@ -38,7 +38,8 @@ class Call:
 
 
 def call_type(parameters: Sequence[str]) -> type[Call]:
-    """The type of an op's calls. Raises ValueError for a parameter named like a method of Call."""
+    """The subclass of Call for an op. Raises ValueError for a parameter named like a method of
+    Call."""
     taken = [name for name in parameters if hasattr(Call, name)]
     if taken:
         raise ValueError(f"parameter {taken[0]!r} has the name of a method of Call")
@@ -46,31 +47,31 @@ def call_type(parameters: Sequence[str]) -> type[Call]:
 
 
 def binder(name: str, signature: inspect.Signature, kind: type[Call]) -> Callable[..., Call]:
-    """A function with a signature, which makes a call of its arguments.
+    """A function with the given signature that returns its arguments as a call.
 
-    A slot that the signature has no parameter for is None. Arguments that do not fit raise the
-    TypeError that the interpreter raises for a function of this name.
+    Slots without a parameter in the signature are None. Arguments that do not match raise the
+    TypeError that Python raises for a function of this name.
     """
-    # Assignments of generated code bind faster than inspect.Signature.bind, by a factor of 20.
+    # Generated assignments are 20 times as fast as inspect.Signature.bind.
     own = signature.parameters
     lines = [f"def {name}({_declared(signature)}):", "    _call = _kind()"]
     lines += [f"    _call.{slot} = {slot if slot in own else None}" for slot in kind.__slots__]
     defaults = {f"_default_{p.name}": p.default for p in own.values()}
-    return _made(name, [*lines, "    return _call"], {"_kind": kind, **defaults})
+    return _compiled(name, [*lines, "    return _call"], {"_kind": kind, **defaults})
 
 
 def caller(function: Callable[..., Any], signature: inspect.Signature) -> Callable[[Call], Any]:
-    """A function that hands the arguments of a call on to one with this signature."""
+    """A function that calls `function`, which has this signature, with the arguments of a call."""
     given = [
         f"{p.name}=_call.{p.name}" if p.kind is p.KEYWORD_ONLY else f"_call.{p.name}"
         for p in signature.parameters.values()
     ]
     lines = ["def call(_call):", f"    return _function({', '.join(given)})"]
-    return _made("call", lines, {"_function": function})
+    return _compiled("call", lines, {"_function": function})
 
 
 def expect_call_only(op: str, what: str, function: Callable[..., Any]) -> None:
-    """Raise ValueError unless a function takes a bound call and nothing else."""
+    """Raise ValueError unless a function has exactly one parameter, the bound call."""
     parameters = list(inspect.signature(function).parameters)
     if len(parameters) != 1:
         raise ValueError(f"{op}, {what}: takes {parameters}, not the bound call alone")
@@ -86,8 +87,8 @@ def _declared(signature: inspect.Signature) -> str:
     return ", ".join(words)
 
 
-def _made(name: str, lines: list[str], names: dict[str, Any]) -> Callable[..., Any]:
-    # torch.compile reads the bytecode; the file's name tells it that it may.
+def _compiled(name: str, lines: list[str], names: dict[str, Any]) -> Callable[..., Any]:
+    # With this file's name torch.compile traces the generated code as it does the module's.
     exec(compile("\n".join(lines), __file__, "exec"), names)
-    made: Callable[..., Any] = names[name]
-    return made
+    function: Callable[..., Any] = names[name]
+    return function

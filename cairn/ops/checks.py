@@ -1,12 +1,18 @@
-"""Checks of arguments before anything is launched: one error, which names the argument."""
+"""Checks of arguments before a launch; they raise BadArgument with the argument's name.
+
+On a CPU the checks of an op take as long as a matrix product of a decode step. The runner passes
+arguments that follow from the model's config and its own tables, so it skips them (`skip_checks`).
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import numbers
 import reprlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -14,13 +20,13 @@ from torch import Tensor
 
 from cairn.errors import BadArgument
 from cairn.ops.launch_cache.plans import is_traced
-from cairn.ops.waiting import waits
+from cairn.ops.sync_debug import synchronizes
 from cairn.specs.kv_format import KV_FORMATS
 
 R = TypeVar("R")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What models compute in."""
+"""Dtypes of activations."""
 FLOAT32 = (torch.float32,)
 INDICES = (torch.int32, torch.int64)
 INT32 = (torch.int32,)
@@ -28,7 +34,7 @@ INT64 = (torch.int64,)
 QUANTIZED = {getattr(torch, form.dtype): form for form in KV_FORMATS.values()}
 """Formats of quantized caches by their dtype."""
 CACHED = (*FLOATS, *QUANTIZED)
-"""Keys and values in pages, as they are or quantized."""
+"""Dtypes of paged caches, quantized ones included."""
 _KINDS: dict[str, tuple[Any, str]] = {
     "Tensor": (Tensor, "a tensor"),
     "int": ((numbers.Integral, torch.SymInt), "an integer"),
@@ -41,9 +47,29 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "torch.dtype": (torch.dtype, "a dtype"),
     "None": (type(None), "None"),
 }
-"""Annotation of a parameter -> the types it allows, and their name in messages."""
+"""Annotation of a parameter -> allowed types, and their name in messages."""
 _OF_THE_DEVICE = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors that are not about the type of an argument."""
+
+
+class _State(threading.local):
+    """Whether the ops that this thread calls check their arguments."""
+
+    enabled = True
+
+
+state = _State()
+
+
+@contextlib.contextmanager
+def skip_checks() -> Iterator[None]:
+    """Within the block, ops that this thread calls do not check their arguments."""
+    before = state.enabled
+    state.enabled = False
+    try:
+        yield
+    finally:
+        state.enabled = before
 
 
 def expect(
@@ -55,19 +81,19 @@ def expect(
     like: Tensor | None = None,
     dense: int = 0,
 ) -> None:
-    """Raise BadArgument unless a tensor is what an op takes.
+    """Raise BadArgument unless a tensor has the shape, dtype, device and layout that an op takes.
 
     Args:
-        op, name: of the op and of its argument, for messages.
+        op, name: names of the op and of its argument, for messages.
         tensor: the argument.
-        shape: its sizes, None for any; or their number, which is faster than so many None.
-        dtypes: those allowed.
+        shape: its sizes, None for any size; an integer: its number of dims.
+        dtypes: allowed dtypes; None: any.
         like: a tensor whose device it must share.
-        dense: last dims that must lie side by side; -1: all.
+        dense: number of last dims that must be contiguous; -1: all.
     """
     if not isinstance(tensor, Tensor):
         refuse(op, name, f"is {type(tensor).__name__} {reprlib.repr(tensor)}, not a tensor")
-    # The checks that usually pass come first: they take a third of the time.
+    # The fastest comparisons come first; the others run only if those fail.
     if isinstance(shape, int):
         if tensor.dim() != shape:
             _refuse_shape(op, name, tensor, (None,) * shape)
@@ -83,15 +109,15 @@ def expect(
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether there are numbers to look at, without waiting for a device that nobody waits for."""
+    """Whether a tensor has elements whose values can be read without an extra synchronization."""
     # While tracing the number of elements may be unknown.
-    near = x.device.type == "cpu" or waits(x.device)
+    near = x.device.type == "cpu" or synchronizes(x.device)
     return near and not is_traced(x) and x.numel() > 0
 
 
 def expect_within(op: str, name: str, x: Tensor, end: int, begin: int | None = 0) -> None:
-    """Raise BadArgument unless integers, if they are `on_host`, are begin .. end - 1; None: or less
-    than 0."""
+    """Raise BadArgument unless integers are begin .. end - 1, or at most end - 1 for a begin of
+    None. Tensors that are not `on_host` are not checked."""
     if not on_host(x):
         return
     low, high = (int(number) for number in x.aminmax())
@@ -108,11 +134,13 @@ def check_pages(
     pages: int,
     begin: int | None = 0,
 ) -> None:
-    """Raise BadArgument unless a table, if it is `on_host`, names pages of so many that there are.
+    """Raise BadArgument unless the entries of a page table are less than `pages`. A table that is
+    not `on_host` is not checked.
 
     Args:
-        page_table: [B, n]. Those behind the lengths may be anything.
-        lengths: [B], keys of each sequence in pages of `size`; None: all pages hold keys.
+        page_table: [B, n]; entries beyond the lengths may have any value.
+        lengths: [B], number of keys of each sequence, in pages of `size`; None: all pages hold
+            keys.
         begin: as in `expect_within`.
     """
     if not on_host(page_table):
@@ -129,8 +157,8 @@ def check_pages(
 def naming(
     function: Callable[..., R], definition: Callable[..., Any] | None = None
 ) -> Callable[..., R]:
-    """A function whose errors become BadArgument, naming the argument, if an argument is of the
-    wrong type. Types are compared only after an error, so correct calls cost nothing more."""
+    """Wrap a function: if it raises and an argument has the wrong type, raise BadArgument with the
+    name of that argument. Types are compared only after an error, so correct calls cost nothing."""
 
     @functools.wraps(function)
     def named(*args: Any, **kwargs: Any) -> R:
@@ -146,7 +174,7 @@ def naming(
 def explain(
     error: Exception, definition: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
-    """Raise BadArgument in place of an error if an argument is of the wrong type."""
+    """Raise BadArgument instead of an error if an argument has the wrong type."""
     if isinstance(error, (BadArgument, *_OF_THE_DEVICE)):
         return
     parameters = inspect.signature(definition).parameters
@@ -157,7 +185,8 @@ def explain(
 
 
 def _expect_kind(op: str, name: str, value: Any, annotation: Any) -> None:
-    """Raise BadArgument if a value is not what an annotation of known kinds says."""
+    """Raise BadArgument unless a value has a type that the annotation allows. Annotations with
+    other types than those of `_KINDS` are ignored."""
     kinds = annotation.split(" | ") if isinstance(annotation, str) else [""]
     if not all(kind in _KINDS for kind in kinds):
         return
@@ -167,9 +196,8 @@ def _expect_kind(op: str, name: str, value: Any, annotation: Any) -> None:
 
 
 def check_cache(op: str, cache: Tensor, like: Tensor | None = None) -> tuple[int, int, int, int]:
-    """Raise BadArgument unless `k_cache` is [pages, h_kv, S, d], h_kv and S > 0, or quantized.
-
-    Returns its (pages, h_kv, S, d).
+    """Raise BadArgument unless `k_cache` is [pages, h_kv, S, d] with h_kv and S > 0; d counts bytes
+    if it is quantized. Returns its (pages, h_kv, S, head_dim).
     """
     form = QUANTIZED.get(cache.dtype)
     expect(op, "k_cache", cache, 4, CACHED, like, 0 if form is None else -1)
@@ -186,7 +214,8 @@ def check_cache(op: str, cache: Tensor, like: Tensor | None = None) -> tuple[int
 def check_caches(
     op: str, k_cache: Tensor, v_cache: Tensor, like: Tensor
 ) -> tuple[int, int, int, int]:
-    """`check_cache`; and `v_cache` is of the same form, dense if quantized."""
+    """`check_cache`, and raise BadArgument unless `v_cache` has the same shape and dtype, and is
+    contiguous if quantized."""
     form, dtype = check_cache(op, k_cache, like), k_cache.dtype
     expect(op, "v_cache", v_cache, k_cache.shape, (dtype,), like, -1 if dtype in QUANTIZED else 0)
     return form
@@ -206,8 +235,8 @@ def check_queries(op: str, name: str, q: Tensor, heads: int, dim: int) -> tuple[
 
 
 def check_rows(op: str, tokens: int, row: Tensor, page_table: Tensor, like: Tensor) -> None:
-    """Raise BadArgument unless `row` is [tokens] int64 and `page_table` is [rows, max_pages] int32,
-    its rows dense."""
+    """Raise BadArgument unless `row` is [tokens] int64 and `page_table` is [rows, max_pages] int32
+    with contiguous rows."""
     expect(op, "row", row, (tokens,), INT64, like, -1)
     expect(op, "page_table", page_table, 2, INT32, like, 1)
 
@@ -215,21 +244,21 @@ def check_rows(op: str, tokens: int, row: Tensor, page_table: Tensor, like: Tens
 def check_slots(
     op: str, tokens: int, row: Tensor, slot: Tensor, page_table: Tensor, like: Tensor
 ) -> None:
-    """`check_rows`; and `slot` is [tokens] int64, each in a page that the table has."""
+    """`check_rows`, and raise BadArgument unless `slot` is [tokens] int64."""
     check_rows(op, tokens, row, page_table, like)
     expect(op, "slot", slot, (tokens,), INT64, like, -1)
     if tokens and not page_table.numel():
         refuse(op, "page_table", f"has shape {list(page_table.shape)}: pages for no token")
 
 
-def check_least(op: str, name: str, number: int, least: int) -> None:
-    """Raise BadArgument if a number is smaller than `least`."""
-    if number < least:
-        refuse(op, name, f"is {number}, not {least} or more")
+def check_min(op: str, name: str, number: int, minimum: int) -> None:
+    """Raise BadArgument if a number is smaller than `minimum`."""
+    if number < minimum:
+        refuse(op, name, f"is {number}, not {minimum} or more")
 
 
 def check_dtype(op: str, dtype: torch.dtype | None) -> None:
-    """Raise BadArgument unless the `dtype` of a result is one of FLOATS, or None."""
+    """Raise BadArgument unless the argument `dtype`, of a result, is one of FLOATS or None."""
     if dtype is not None and dtype not in FLOATS:
         refuse(op, "dtype", f"is {_short(dtype)}, not {_any_of(FLOATS)}")
 
@@ -254,7 +283,7 @@ def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
 
 
 def _is_dense(tensor: Tensor, dims: int) -> bool:
-    """Of a tensor that is not contiguous."""
+    """Whether the last `dims` dims of a non-contiguous tensor are contiguous."""
     if dims < 0 or tensor.numel() == 0:
         return False
     step = 1

@@ -1,9 +1,9 @@
-"""Kernels are compiled in parallel before their first launch.
+"""Parallel compilation of kernels before their first launch.
 
-Triton compiles a kernel when it is first launched, in the thread that launches it: what runs a
-hundred kernels for the first time waits for one after the other, and then for a C compiler that
-builds each launcher. Here the work is run once without launching anything, and the kernels that it
-would have launched are compiled meanwhile, on all cores: by processes, then loaded by threads.
+Triton compiles a kernel at its first launch, in the launching thread: the kernels of a step are
+compiled one after the other, and a C compiler builds each launcher. `compile_ahead` runs the work
+once without launching kernels. Meanwhile processes compile the kernels that it would have launched,
+on all cores, and threads load them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from cairn.ops.compile_processes import Compilers, Kernel
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 32
-"""Kernels that are compiled at the same time."""
-FEWEST_PROCESSES = 4
-"""With fewer workers threads compile: a process of its own needs seconds to import the kernels."""
+"""Most kernels that are compiled concurrently."""
+MIN_PROCESSES = 4
+"""With fewer workers, threads compile: a process needs seconds to import the kernels."""
 
 
 class _Workers(ThreadPoolExecutor):
-    """Threads that have kernels compiled, and load them.
+    """Threads that compile kernels and load them.
 
     Args:
-        count: how many; FEWEST_PROCESSES or more have as many processes compile for them.
+        count: number of threads; if it is MIN_PROCESSES or more, as many processes compile.
     """
 
     def __init__(self, count: int) -> None:
@@ -49,67 +49,67 @@ class _Workers(ThreadPoolExecutor):
         self._compilers: Compilers | None = None
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As an executor's; the function gives a compiled kernel."""
+        """As Executor.submit; the function returns a compiled kernel."""
 
         def run() -> Any:
-            kernel = Kernel.of(function) if self._count >= FEWEST_PROCESSES else None
-            if kernel is not None and not kernel.is_kept:
+            kernel = Kernel.of(function) if self._count >= MIN_PROCESSES else None
+            if kernel is not None and not kernel.is_cached:
                 self._processes().compile(kernel)
-            return gpu.loaded(function(*args, **kwargs))
+            return gpu.load(function(*args, **kwargs))
 
         return super().submit(run)
 
     def _processes(self) -> Compilers:
-        """Started when the first kernel is not on disk."""
+        """The processes, which start when a kernel is not in Triton's cache."""
         with self._lock:
             self._compilers = self._compilers or Compilers(self._count)
             return self._compilers
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As an executor's; the processes end."""
+        """As Executor.shutdown; also ends the processes."""
         super().shutdown(wait, cancel_futures=cancel_futures)
         if self._compilers is not None:
             self._compilers.close()
 
 
 class _Compiler:
-    """Observer under which nothing is launched."""
+    """Observer under which kernels are compiled but not launched."""
 
     launches = False
 
-    def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
-        """Zero uninitialised memory, so that indices in it are in range."""
+    def allocated(self, tensor: Tensor, allocate: Callable[[], Tensor], blank: bool) -> None:
+        """Zero uninitialised memory, so that indices read from it are in range."""
         if blank:
             tensor.zero_()
 
-    def spoiled(self) -> None:
-        """Nothing to do: other work runs as always."""
+    def not_replayable(self) -> None:
+        """Other work runs as usual."""
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
-        """Take the result if it is compiled by now: later look-ups are faster."""
+        """Replace the future by its result if it is done, which makes later look-ups faster."""
         if hasattr(compiled, "future") and compiled.future.done():
             compiled.result(ignore_errors=True)
 
 
 def compile_ahead(
-    work: Callable[[], object], workers: int | None = None, note: Path | None = None
+    work: Callable[[], object], workers: int | None = None, marker: Path | None = None
 ) -> None:
-    """Compile the Triton kernels that some work launches, if it has not been done; on return they
-    are there.
+    """Compile the Triton kernels that `work` launches and that are not in the cache; return when
+    they are loaded.
 
-    The work is run, but no kernel of this thread's is launched: memory from `gpu.empty` is all 0
-    instead. What it computes means nothing, and it must not write where that matters.
+    `work` is called, but this thread launches no kernels, and memory from `gpu.empty` is zeroed.
+    Its results are meaningless, so it must not write to memory whose content matters.
 
-    Nothing is done with one core, with a Triton that cannot, or if an observer is set already
+    Does nothing with one core, with a Triton without AsyncCompileMode, or if an observer is set
     (`gpu.watch`). A kernel that does not compile raises its error when it is launched.
 
     Args:
-        work: called once, with no arguments.
-        workers: kernels at a time; None: one for each core of this process.
-        note: a file that says that all kernels are on disk (`note_of`). Where it exists nothing is
-            done: they are loaded when they are launched. It is written at the end.
+        work: called once, without arguments.
+        workers: number of kernels compiled concurrently; None: one per core of this process.
+        marker: an empty file (`cache_path`) whose existence means that all kernels are in Triton's
+            cache, so nothing is compiled. It is written at the end.
     """
-    if note is not None and note.exists():
+    if marker is not None and marker.exists():
         return
     workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS) if workers is None else workers
     mode = gpu.async_compile_mode()
@@ -125,6 +125,6 @@ def compile_ahead(
         count, found = len(running.raw_futures), time.perf_counter() - began
     seconds = time.perf_counter() - began
     log.info("%d kernels were found in %.1f s, and are ready after %.1f s", count, found, seconds)
-    if note is not None:
+    if marker is not None:
         with contextlib.suppress(OSError):
-            note.touch()
+            marker.touch()

@@ -1,4 +1,4 @@
-"""The CPU's loops are compiled before the first request waits for them."""
+"""Compilation of the Numba loops for the CPU, before the first request needs them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from cairn.ops.landmark import loops
 
 log = logging.getLogger(__name__)
 
-LONG = 5.0
-"""Seconds of compiling that a user is told about: the first time on a machine."""
-HELPER_SECONDS = 600.0
-"""What the process that helps may take."""
+WARN_SECONDS = 5.0
+"""Compilations that take longer are logged as a warning."""
+HELPER_TIMEOUT = 600.0
+"""Seconds to wait for the helper process."""
 
 
 @functools.cache
 def compile_loops(dtype: torch.dtype, helped: bool = True) -> None:
-    """Run every loop on a few numbers: what is compiled depends on their dtype alone.
+    """Compile every loop by running it on small tensors; the code depends only on their dtype.
 
-    A process does it once for a dtype, a machine keeps what it compiled. Where nothing is kept yet
-    and torch has two threads, another process compiles half of it at the same time.
+    This is done once per process and dtype; Numba caches the code on disk. If the cache has
+    nothing yet and torch has at least two threads, a helper process compiles half of the loops.
 
     Args:
         dtype: of the model.
-        helped: whether there may be such a process.
+        helped: whether a helper process may be started.
     """
     if not cpu.AVAILABLE:
         return
@@ -45,7 +45,7 @@ def compile_loops(dtype: torch.dtype, helped: bool = True) -> None:
     mark = cpu.mark_of(loops.attend_tokens, str(dtype).removeprefix("torch."))
     kept = mark is not None and mark.exists()
     sizes = _sizes(dtype)
-    # Without a cache folder nothing reaches this process from another one.
+    # Without a cache folder this process cannot load what the helper compiled.
     with _helper(dtype) if helped and not kept and mark is not None else contextlib.nullcontext():
         for width in (8, 2 * avx512.LANES):
             _run_rows(dtype, width)
@@ -57,14 +57,14 @@ def compile_loops(dtype: torch.dtype, helped: bool = True) -> None:
         log.info("loaded the compiled loops in %.1f s", seconds)
         return
     _note(mark)
-    level = logging.WARNING if seconds > LONG else logging.INFO
+    level = logging.WARNING if seconds > WARN_SECONDS else logging.INFO
     log.log(level, "compiled the loops for this CPU in %.1f s", seconds)
 
 
 @contextlib.contextmanager
 def _helper(dtype: torch.dtype) -> Iterator[None]:
-    """A process that compiles the loops of landmark layers, whose end is waited for. If it fails,
-    they are compiled here."""
+    """Run a process that compiles the loops of landmark layers during the block, and wait for its
+    end. If it fails, this process compiles them later."""
     if torch.get_num_threads() < 2:
         yield
         return
@@ -75,27 +75,27 @@ def _helper(dtype: torch.dtype) -> Iterator[None]:
     try:
         yield
         with contextlib.suppress(subprocess.TimeoutExpired):
-            helper.wait(HELPER_SECONDS)
+            helper.wait(HELPER_TIMEOUT)
     finally:
         helper.kill()
         helper.wait()
 
 
 def compile_landmarks(dtype: torch.dtype) -> None:
-    """Of these loops those of landmark layers, half of the work."""
+    """Compile the loops of landmark layers, which take half of the time."""
     for size in _sizes(dtype):
         _run_landmarks(dtype, *size)
 
 
 def _note(mark: Path | None) -> None:
-    """Say on disk that everything is kept."""
+    """Create the file that says that all loops are cached."""
     if mark is not None:
         with contextlib.suppress(OSError):
             mark.touch()
 
 
 def _run_rows(dtype: torch.dtype, width: int) -> None:
-    """Norms, gates and products, of one token and of several."""
+    """Norms, gates and matrix products, for one token and for several."""
     norm, weight = torch.ones(width, dtype=dtype), torch.ones(2 * width, width, dtype=dtype)
     for tokens in (1, FEW_TOKENS):
         x = torch.ones(tokens, width, dtype=dtype)
@@ -107,7 +107,7 @@ def _run_rows(dtype: torch.dtype, width: int) -> None:
 
 
 def _run_windows(dtype: torch.dtype, size: int, dim: int) -> None:
-    """From projections to attention over windows: one token, then several."""
+    """Rotary embedding, cache writes and window attention, for one token and for several."""
     k, v, _, table = _pages(dtype, size, dim)
     for tokens in (1, FEW_TOKENS + 1):
         row, slot = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), size)
@@ -117,25 +117,26 @@ def _run_windows(dtype: torch.dtype, size: int, dim: int) -> None:
 
 
 def _run_landmarks(dtype: torch.dtype, size: int, dim: int) -> None:
-    """Attention over selected pages: one token, then several."""
+    """Attention over selected pages, for one token and for several."""
     k, v, key, table = _pages(dtype, size, dim)
     bias = torch.ones(2, 1)
     for tokens in (1, FEW_TOKENS + 1):
         row, slot = torch.zeros(tokens, dtype=torch.int64), torch.full((tokens,), size)
         q, z = (torch.ones(tokens, 1, dim, dtype=dtype) for _ in range(2))
         ops.landmark_attention(q, z, k, v, key, bias, row, slot, table, 1, 1, True)
-    # Neighbours that share no pages go page by page.
+    # Adjacent tokens without common pages run the loop over pages.
     indices = (torch.arange(tokens) % 2).int().view(tokens, 1, 1)
     ops.page_attention(q, k, v, row, table, indices, torch.ones(tokens, 1, 1))
 
 
 def _sizes(dtype: torch.dtype) -> tuple[tuple[int, int], ...]:
-    """Slots of a page and elements of a head; lanes and tiles, of bfloat16, take heads of 64."""
+    """Pairs of page size and head dim. The vector and tile loops, for bfloat16, need heads of
+    64."""
     return ((2, 8), (64, 64)) if dtype == torch.bfloat16 else ((2, 8),)
 
 
 def _pages(dtype: torch.dtype, size: int, dim: int) -> list[torch.Tensor]:
-    """Keys and values of two pages, their summaries, and the table of a row that has both."""
+    """Key and value cache of two pages, their summary keys, and the page table of one row."""
     k, v = (torch.ones(2, 1, size, dim, dtype=dtype) for _ in range(2))
     key = torch.ones(2, 1, dim, dtype=dtype)
     return [k, v, key, torch.tensor([[0, 1]], dtype=torch.int32)]
@@ -143,5 +144,5 @@ def _pages(dtype: torch.dtype, size: int, dim: int) -> list[torch.Tensor]:
 
 if __name__ == "__main__":
     compile_landmarks(getattr(torch, sys.argv[1]))
-    # What is compiled is on disk; to take LLVM's modules down may last longer than to compile.
+    # The code is on disk. Skip the destructors: those of LLVM may take longer than compiling.
     os._exit(0)

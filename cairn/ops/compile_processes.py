@@ -1,11 +1,12 @@
-"""Processes that compile Triton kernels into the cache on disk, from which another one loads them.
+"""Processes that compile Triton kernels into Triton's cache on disk.
 
-Triton's front end is Python code: threads that compile take turns, processes need not. A server
-process imports the kernels, without CUDA, and forks workers:
+Triton's front end is Python code, so threads that compile contend for the GIL. A server process
+imports the kernels, without CUDA, and forks workers:
 
     python -P -m cairn.ops.compile_processes WORKERS
 
-It reads tasks from its standard input, and writes the number of each that is done.
+It reads pickled kernels from standard input, and writes the index of each kernel that is done to
+standard output.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from multiprocessing import get_context
 from typing import Any, BinaryIO, NamedTuple
 
 NUMBER = struct.Struct("<Q")
-LONGEST = 600.0
-"""Seconds that a kernel may take; behind them it is compiled where it is needed."""
+TIMEOUT = 600.0
+"""Seconds to wait for a kernel; after that the calling process compiles it."""
 
 
 class Kernel(NamedTuple):
-    """What `triton.compile` is given.
+    """Arguments of `triton.compile`.
 
     Attributes:
-        source: class of the source, Triton's or Gluon's.
+        source: class of the source: ASTSource or GluonASTSource.
         module, name: of the jitted function.
-        signature, constants, attrs: what it is specialised for.
+        signature, constants, attrs: the specialization.
         target: the device.
-        options: of the compiler.
-        environment: variables that the compiler reads.
+        options: compiler options.
+        environment: environment variables that the compiler reads.
     """
 
     source: type
@@ -57,9 +58,8 @@ class Kernel(NamedTuple):
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Kernel | None:
-        """The kernel that a function compiles which Triton 3.6 submits to an executor; None: the
-        function is another one. Triton has no interface for it: this reads the function's closure.
-        """
+        """The kernel that a function submitted by Triton 3.6 to an executor compiles; None for
+        other functions. Triton has no interface for it, so this reads the function's closure."""
         given = inspect.getclosurevars(function).nonlocals
         if not {"src", "target", "options", "env_vars"} <= given.keys():
             return None
@@ -69,8 +69,8 @@ class Kernel(NamedTuple):
         return Kernel(type(source), of.__module__, of.__qualname__, *parts, *rest)
 
     @property
-    def is_kept(self) -> bool:
-        """Whether Triton's cache has it."""
+    def is_cached(self) -> bool:
+        """Whether Triton's cache contains the kernel."""
         caches = importlib.import_module("triton.runtime.cache")
         backend = importlib.import_module("triton.compiler").make_backend(self.target)
         options = backend.parse_options(self.options)
@@ -80,7 +80,7 @@ class Kernel(NamedTuple):
         return name in (files or {})
 
     def compile(self) -> None:
-        """Compile it into Triton's cache."""
+        """Compile the kernel into Triton's cache."""
         compiled = importlib.import_module("triton").compile
         compiled(self._specialised(), target=self.target, options=self.options)
 
@@ -90,20 +90,20 @@ class Kernel(NamedTuple):
 
 
 class Compilers:
-    """The processes, until `close`. If they fail, `compile` returns at once.
+    """Client of the compiler processes. If they fail, `compile` returns without compiling.
 
     Args:
-        workers: how many compile at the same time.
+        workers: number of kernels compiled concurrently.
     """
 
     def __init__(self, workers: int) -> None:
-        # Without a GPU, kernels are there but nothing of CUDA is, so that workers can be forked.
+        # Without a visible GPU the server does not initialise CUDA, so it can fork.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
         self._server = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, str(workers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # What does not compile says so where it is launched.
+            # Errors are reported when the kernel is launched.
             stderr=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
@@ -114,7 +114,7 @@ class Compilers:
         self._reader.start()
 
     def compile(self, kernel: Kernel) -> None:
-        """Compile a kernel, and wait for it."""
+        """Compile a kernel; returns when it is in the cache, or after TIMEOUT."""
         done: Future[None] = Future()
         with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
             frame = pickle.dumps(kernel)
@@ -125,17 +125,17 @@ class Compilers:
                 assert self._server.stdin is not None
                 self._server.stdin.write(NUMBER.pack(len(frame)) + frame)
                 self._server.stdin.flush()
-            done.result(LONGEST)
+            done.result(TIMEOUT)
 
     def close(self) -> None:
-        """End them."""
-        # The server is not reaped yet, so the group is still its own.
+        """Kill the processes."""
+        # The server has not been reaped, so its process group id cannot have been reused.
         os.killpg(self._server.pid, signal.SIGKILL)
         self._reader.join()
         self._server.wait()
 
     def _read(self) -> None:
-        """Wake those whose kernels are done, and at the end everyone else."""
+        """Resolve the futures of kernels that are done; at the end of the stream, all others."""
         assert self._server.stdout is not None
         with contextlib.suppress(OSError):
             while frame := self._server.stdout.read(NUMBER.size):
@@ -148,7 +148,8 @@ class Compilers:
 
 
 def serve(tasks: BinaryIO, answers: BinaryIO, workers: int) -> ProcessPoolExecutor:
-    """Hand tasks to workers until there are no more; returns the workers, which may still run."""
+    """Submit the kernels read from `tasks` to a process pool until its end. Returns the pool, whose
+    workers may still run."""
     lock = threading.Lock()
 
     def answer(number: int, _: Future[None]) -> None:
@@ -168,11 +169,11 @@ def serve(tasks: BinaryIO, answers: BinaryIO, workers: int) -> ProcessPoolExecut
 
 
 if __name__ == "__main__":
-    # Workers that are forked now share what is imported.
+    # Forked workers share the imported modules.
     importlib.import_module("cairn.ops")
-    # What the compiler prints must not come between the answers.
+    # Redirect what the compiler prints to stderr: stdout carries the answers.
     _answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     serve(sys.stdin.buffer, _answers, int(sys.argv[1]))
-    # The client has ended.
+    # The client has closed the pipe.
     os.killpg(0, signal.SIGKILL)

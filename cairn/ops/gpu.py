@@ -1,12 +1,11 @@
 """Triton, if it is installed and there is a GPU. Kernel files import `triton` and `tl` from here,
-those in Gluon `gluon`, `gl` and its Hopper module `hopper`.
+and Gluon kernels `gluon`, `gl` and its Hopper module `hopper`.
 
 Without Triton only the definitions run: kernels are plain functions that are never called, and
-`DEVICES`, which every Triton implementation registers for, is empty. Without a GPU it is imported
-only where TRITON_INTERPRET is set: it and the sources of the kernels take half of the time in which
-the ops are imported. With TRITON_INTERPRET=1 the kernels run on CPU tensors, in float32; the
-generic op test does that where there is no GPU. With 0 they can be compiled and listed.
-"""
+`DEVICES`, the devices of all Triton implementations, is empty. On a machine without a GPU, Triton
+is imported only if TRITON_INTERPRET is set, because it takes half of the import time of the ops.
+With TRITON_INTERPRET=1 kernels are interpreted on CPU tensors, in float32, which the generic op
+test does on such machines; with TRITON_INTERPRET=0 they can be compiled and listed."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ with contextlib.suppress(ImportError):
         raise ImportError
     _module = importlib.import_module("triton")
     tl = importlib.import_module("triton.language")
-    # Gluon is young: what is written for one release is not for the next.
+    # Gluon changes between releases; the kernels are written for this one.
     if _module.__version__.startswith("3.6."):
         _gluon = importlib.import_module("triton.experimental.gluon")
         gl = importlib.import_module("triton.experimental.gluon.language")
@@ -43,10 +42,10 @@ AVAILABLE = tl is not None
 DEVICES: tuple[str, ...] = ("cuda",) if AVAILABLE else ()
 INTERPRETED = AVAILABLE and os.environ.get("TRITON_INTERPRET") == "1"
 WRITES_PTX = AVAILABLE and not INTERPRETED and torch.version.hip is None
-"""Whether kernels can hold instructions of NVIDIA's assembler."""
+"""Whether kernels may contain inline PTX."""
 TMA_SHARED_BYTES = 164 << 10
-"""Shared memory of a program with the most TMA copies in flight: two pairs of key and value tiles
-of 128 slots."""
+"""Shared memory that the largest program with TMA needs: two pairs of key and value tiles of 128
+slots."""
 H100_RATE = 3.35e12
 """Memory bandwidth of an H100, bytes per second."""
 MAX_GRID_YZ = (1 << 16) - 1
@@ -55,12 +54,12 @@ STREAM = object()
 """Placeholder for the stream in the arguments that `relaunch` returns."""
 NO_FP_FUSION = {"enable_fp_fusion": False}
 """Launch option of kernels in which several threads compute the same sum of products. With FMA each
-thread would fuse another product into its first addition, unrounded: the copies of the sum would
-differ in the last bit, and which of them is stored is undefined."""
+thread may fuse a different product into its first addition, unrounded, so the copies of the sum may
+differ in the last bit; which copy is stored is undefined."""
 
 
 class Observer(Protocol):
-    """Is told what a call does on the device.
+    """Receives the allocations and launches of a call.
 
     Attributes:
         launches: whether kernels are launched; False: they are only compiled.
@@ -68,16 +67,17 @@ class Observer(Protocol):
 
     launches: bool
 
-    def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
-        """Memory was allocated, and `take` allocates the same again; blank: it is uninitialised."""
+    def allocated(self, tensor: Tensor, allocate: Callable[[], Tensor], blank: bool) -> None:
+        """A tensor was allocated; `allocate` returns another like it; blank: it is
+        uninitialised."""
         ...
 
-    def spoiled(self) -> None:
-        """The call does something on the device that is neither an allocation nor a launch."""
+    def not_replayable(self) -> None:
+        """The call does other work on the device than allocations and launches."""
         ...
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
-        """A kernel was launched, or only compiled; `compiled` is what JITFunction.run returned."""
+        """A kernel was launched, or only compiled; `compiled` is the result of JITFunction.run."""
         ...
 
 
@@ -88,11 +88,11 @@ class _Watch(threading.local):
 
 watch = _Watch()
 """Hooks of this thread: `observer` records launches or compiles ahead; `order` is called before
-each launch with the kernel and its arguments by name (`launch_order.checked`)."""
+each launch with the kernel and its arguments by name (`pdl_checks.checked`)."""
 
 
 class _Triton:
-    """The module `triton` for kernel files."""
+    """Stands for the module `triton` in kernel files."""
 
     @staticmethod
     def jit(
@@ -101,10 +101,10 @@ class _Triton:
         early: tuple[str, ...] | None = None,
         **options: Any,
     ) -> Any:
-        """As `triton.jit`, and launches are reported to `watch`. Without Triton it has no effect.
+        """`triton.jit` whose launches are reported to `watch`. Without Triton it does nothing.
 
-        early: of a kernel that calls `pdl.await_previous`, the parameters whose memory it reads
-            before that. Such a kernel is launched with PDL where its argument PDL is true.
+        early: for kernels that call `pdl.await_previous`: parameters whose memory the kernel reads
+            before that. Such a kernel is launched with PDL if its argument PDL is true.
         """
         if function is None:
             return functools.partial(_Triton.jit, early=early, **options)
@@ -120,12 +120,12 @@ triton: Any = _Triton()
 
 
 def constant(value: Any) -> Any:
-    """A module's constant, for its kernels."""
+    """A constant of a module that its kernels may use."""
     return tl.constexpr(value) if AVAILABLE else value
 
 
 class _Gluon:
-    """The module `gluon` for kernel files."""
+    """Stands for the module `gluon` in kernel files."""
 
     @staticmethod
     def jit(
@@ -170,48 +170,50 @@ def _run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> An
 
 
 def _in_order(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    """A kernel's arguments in the order of its parameters, of which some came by name."""
+    """Positional and keyword arguments of a kernel in the order of its parameters."""
     names = kernel.arg_names[len(args) :]
     return (*args, *(options[name] for name in names if name in options))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for kernels, not written."""
+    """An uninitialised tensor, reported to `watch`."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if watch.observer is not None:
-        watch.observer.took(tensor, allocator(tensor.shape, tensor.stride(), dtype, device), True)
+        watch.observer.allocated(
+            tensor, allocator(tensor.shape, tensor.stride(), dtype, device), True
+        )
     return tensor
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for kernels, all 0."""
+    """A tensor of zeros, reported to `watch`."""
     tensor = torch.zeros(shape, dtype=dtype, device=device)
     if watch.observer is not None:
-        take = functools.partial(torch.zeros, tensor.shape, dtype=dtype, device=device)
-        watch.observer.took(tensor, take, False)
+        again = functools.partial(torch.zeros, tensor.shape, dtype=dtype, device=device)
+        watch.observer.allocated(tensor, again, False)
     return tensor
 
 
 def allocator(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
-    """What takes memory as `empty` does, on the current device: of the ways to get it, the one
-    whose arguments torch reads fastest."""
-    # That of torch.compile's code, which takes nothing but tuples.
-    quickly = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if quickly is not None:
-        return functools.partial(quickly, tuple(shape), tuple(strides), dtype)
+    """A function that allocates an uninitialised tensor on the current device, by the torch
+    function with the least overhead."""
+    # The function that code generated by torch.compile calls; it accepts only tuples.
+    fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if fast is not None:
+        return functools.partial(fast, tuple(shape), tuple(strides), dtype)
     return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
 def relaunch(
     compiled: Any, grid: Sequence[int], args: Sequence[Any]
 ) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
-    """The launcher of a compiled kernel and its arguments. Any argument may be replaced by one for
-    which Triton would choose the same specialisation, and tensors by addresses.
+    """The launcher of a compiled kernel and its arguments. An argument may be replaced by another
+    one with the same specialization, and tensors by addresses.
 
-    It does what JITFunction.run does in Triton 3.6, without its hooks; None for another version.
-    """
+    Calling it is equivalent to JITFunction.run of Triton 3.6 without hooks; None for other
+    versions."""
     if not _module.__version__.startswith("3.6.") or not hasattr(compiled, "packed_metadata"):
         return None
     # Access to `run` loads the kernel and sets `function`.
@@ -226,25 +228,25 @@ def relaunch(
 
 
 def async_compile_mode() -> Any:
-    """Triton's AsyncCompileMode, in which the threads of an executor compile kernels and `warmup`
-    returns a handle with a `future`; None if this Triton has none."""
+    """Triton's AsyncCompileMode, or None if this version has none. In this mode the threads of an
+    executor compile kernels, and `warmup` returns a handle with a `future`."""
     return getattr(_module, "AsyncCompileMode", None)
 
 
 def cache_folder() -> Path | None:
-    """Where Triton keeps compiled kernels; None without Triton."""
+    """Folder of Triton's compile cache; None without Triton."""
     folder = getattr(getattr(getattr(_module, "knobs", None), "cache", None), "dir", None)
     return None if folder is None else Path(folder)
 
 
 def version() -> str:
-    """Triton's version; empty without it."""
+    """Version of Triton; empty without Triton."""
     return getattr(_module, "__version__", "")
 
 
-def loaded(compiled: Any) -> Any:
-    """A compiled kernel after loading it onto the current device and building its launcher, which
-    Triton does at the first launch otherwise."""
+def load(compiled: Any) -> Any:
+    """Load a compiled kernel onto the current device, build its launcher, and return it. Triton
+    would do so at the first launch."""
     _ = compiled.run
     return compiled
 
@@ -257,34 +259,33 @@ def has_launch_hooks() -> bool:
 
 
 def is_current(index: int) -> bool:
-    """Whether the device of this index is the current one; -1: the host, always."""
+    """Whether a device index is the current device; True for -1, the host."""
     return index < 0 or torch._C._cuda_getDevice() == index
 
 
 def stream_of(index: int) -> Any:
-    """The current stream of the device of this index, as Triton passes it."""
+    """The current stream of a device index, as Triton passes it to launchers."""
     return _module.runtime.driver.active.get_current_stream(index)
 
 
 def capture_of(device: torch.device) -> int:
-    """Id of the CUDA graph that the current stream of a device is captured into; 0 if the driver
-    does not tell."""
-    ask = _capture_info()
-    if ask is None:
+    """Id of the CUDA graph capture of a device's current stream; 0 if the driver does not provide
+    it."""
+    capture_info = _capture_info()
+    if capture_info is None:
         return 0
     stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
     state, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
-    failed = ask(stream, ctypes.byref(state), ctypes.byref(number), None, None, None)
+    failed = capture_info(stream, ctypes.byref(state), ctypes.byref(number), None, None, None)
     return 0 if failed else number.value
 
 
 def supports_tma(device: torch.device) -> bool:
-    """Whether a device has TMA, and enough shared memory for the copies in flight; the interpreter
-    does."""
+    """Whether a device has TMA and TMA_SHARED_BYTES of shared memory; True for the interpreter."""
     if device.type != "cuda":
         return INTERPRETED
-    able = torch.version.hip is None and _capability(device.index) >= (9, 0)
-    return able and _shared_memory(device.index) >= TMA_SHARED_BYTES
+    hopper_or_later = torch.version.hip is None and _capability(device.index) >= (9, 0)
+    return hopper_or_later and _shared_memory(device.index) >= TMA_SHARED_BYTES
 
 
 def tensor_descriptor(
@@ -320,23 +321,23 @@ def next_power_of_2(number: int) -> int:
 
 
 def within_32_bits(*strided: Tensor, dim: int = -2) -> bool:
-    """Whether offsets along a dim and the last one fit in 32 bits, in each tensor: kernels compute
-    offsets of heads in 32 bits and those of tokens in 64."""
+    """Whether element offsets along `dim` (of heads) and along the last dim fit in 32 bits, in each
+    tensor. Kernels compute these offsets in 32 bits and those of tokens in 64."""
     return all((x.shape[dim] - 1) * x.stride(dim) + x.shape[-1] <= 1 << 31 for x in strided)
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program with a block of this many elements: 4 to 16 elements per thread."""
+    """Number of warps of a program with this many elements: 4 to 16 elements per thread."""
     return min(16, max(1, next_power_of_2(elements) // 256))
 
 
 def supports_pdl(device: torch.device) -> bool:
-    """Whether a device has programmatic dependent launch (pdl.py)."""
+    """Whether a device supports programmatic dependent launch (pdl.py)."""
     return device.type == "cuda" and _capability(device.index) >= (9, 0)
 
 
 def supports_wgmma(device: torch.device) -> bool:
-    """Whether a device has wgmma, and Triton a Gluon that these kernels are written for."""
+    """Whether a device has wgmma and the installed Triton has the required version of Gluon."""
     return (
         gl is not None
         and device.type == "cuda"
@@ -387,8 +388,8 @@ def _memory_rate(index: int) -> float:
 @functools.cache
 def _shared_memory(index: int) -> int:
     properties = torch.cuda.get_device_properties(index)
-    more = getattr(properties, "shared_memory_per_block_optin", 0)
-    return max(int(properties.shared_memory_per_block), int(more))
+    opt_in = getattr(properties, "shared_memory_per_block_optin", 0)
+    return max(int(properties.shared_memory_per_block), int(opt_in))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""One way to compute an op."""
+"""An implementation of an op, and the calls that it accepts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from cairn.ops.call import Call
 
 REFERENCE = "reference"
-"""Name of an op's definition, which is one."""
+"""Name of the implementation that is the op's definition."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op, and what it accepts.
+    """An implementation of an op, and the calls that it accepts.
 
     Attributes:
         name: unique within the op.
         run: computes a bound call.
-        bind: makes a bound call of arguments.
+        bind: binds arguments to a call.
         devices: device types it runs on.
         dtypes: dtypes accepted for the first floating-point tensor argument; None: any.
-        when: called with the bound call; False refuses it (by shape). None: always.
-        missing: why it cannot run on this machine, whatever the arguments; empty: it can.
-        replayed: eager calls on CUDA tensors repeat the launches of earlier ones (launch_cache).
+        when: predicate of the bound call, for conditions on shapes; None: accepts all.
+        missing: why it cannot run on this machine; empty if it can.
+        replayed: eager calls on CUDA tensors replay recorded launches (launch_cache).
     """
 
     name: str
@@ -41,11 +41,11 @@ class Implementation:
 
     @property
     def conditional(self) -> bool:
-        """Whether the choice needs a look at the arguments beyond their device."""
+        """Whether acceptance depends on more than the device of the arguments."""
         return self.dtypes is not None or self.when is not None
 
     def accepts(self, call: Call) -> bool:
-        """Whether dtype and `when` accept a call (the device is the caller's business)."""
+        """Whether dtype and `when` accept a call. The caller checks the device."""
         if self.missing:
             return False
         if self.dtypes is not None:

@@ -1,4 +1,4 @@
-"""Every op is a plain PyTorch definition; faster implementations register themselves to it.
+"""Registry of ops. An op is a definition in plain PyTorch with registered implementations.
 
     @op
     def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
@@ -14,13 +14,13 @@
     @silu_and_mul.bench  # in the family's bench.py
     def _(draw: Draw) -> Points: yield Point("7 x 192", draw.args(draw.randn(7, 192)), bytes=4032)
 
-The definition owns the signature: implementations, checks, fakes and `when` receive one bound call,
-whose attributes are the definition's parameters, with defaults filled in (call.py).
+The definition gives the signature. Implementations, checks, fakes and `when` receive one bound
+call, whose attributes are the definition's parameters with defaults filled in (call.py).
 
-A call runs the implementation that CAIRN_OPS forces, else the first registered one whose device,
-dtype and `when` accept it, else the definition ("reference", also if a forced one refuses). The
-same choice stands behind `torch.ops.cairn.NAME`, which torch.compile, fake tensors and dispatch
-modes see; an eager call skips the dispatcher.
+A call runs the implementation that CAIRN_OPS forces, otherwise the first registered one whose
+devices, dtypes and `when` accept the call, otherwise the definition ("reference"), which also runs
+calls that a forced implementation refuses. `torch.ops.cairn.NAME` makes the same choice; it is what
+torch.compile, fake tensors and dispatch modes see. Eager calls bypass the dispatcher.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ from torch import Tensor
 
 from cairn.errors import BadConfig
 from cairn.ops import checks, gpu
-from cairn.ops.autocast import as_it_is
+from cairn.ops.autocast import without_autocast
 from cairn.ops.call import Call, binder, call_type, caller, expect_call_only
-from cairn.ops.forced import FORCED, REGISTERED_LATER, VARIABLE, parse, unknown
 from cairn.ops.implementation import REFERENCE, Implementation
 from cairn.ops.launch_cache import plans, recording
-from cairn.ops.unchecked import calls
-from cairn.ops.waiting import run_and_wait, waiting
+from cairn.ops.overrides import FORCED, REGISTERED_LATER, VARIABLE, parse, unknown
+from cairn.ops.sync_debug import mode, run_and_synchronize
 
 if TYPE_CHECKING:
-    from cairn.ops.benching import Draw, Point
+    from cairn.ops.bench_points import Draw, Point
     from cairn.ops.testing import Arguments, Make
 
 CaseSource: TypeAlias = "Callable[[Make], Iterable[Arguments | Tensor]]"
@@ -63,22 +62,23 @@ _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 class Op(Generic[P, R]):
-    """A public function with a definition, implementations, cases and a registered form.
+    """A public function with a definition, implementations, test cases and a torch operator.
 
-    Where the definition has a parameter `out`, an implementation may write and return it, or ignore
-    it; then the result is copied to it here. `cairn::NAME_out` mutates it and returns nothing.
+    If the definition has a parameter `out`, an implementation may write to it and return it, or
+    ignore it; then the result is copied to it here. `cairn::NAME_out` mutates `out` and returns
+    nothing.
     """
 
     def __init__(
         self,
         definition: Callable[P, R],
         mutates: Iterable[str] = (),
-        spellings: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.name = definition.__name__
         self.reference = definition
         self.mutates = tuple(mutates)
-        self.spellings = dict(spellings or {})
+        self.aliases = dict(aliases or {})
         self.family = definition.__module__.rpartition(".")[0].rpartition(".")[2]
         self.implementations: dict[str, Implementation] = {}
         self._package = definition.__module__.rpartition(".")[0]
@@ -96,9 +96,9 @@ class Op(Generic[P, R]):
         self.__wrapped__ = definition
         self.__signature__ = signature = inspect.signature(definition)
         names = list(signature.parameters)
-        # An `out` that the op declares to change is an argument like others.
-        made = "out" in names and "out" not in self.mutates
-        self._out = names.index("out") if made else None
+        # If the op declares `out` in mutates, it is an argument like any other.
+        optional = "out" in names and "out" not in self.mutates
+        self._out = names.index("out") if optional else None
         self._kind = call_type(names)
         self.bind = binder(self.name, signature, self._kind)
         self._run_reference = self._fake = caller(definition, signature)
@@ -112,42 +112,43 @@ class Op(Generic[P, R]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What `cairn.ops` exports it as: its fronts, or itself."""
+        """Its names in `cairn.ops`: those of its fronts, or its own."""
         return tuple(self.fronts) or (self.name,)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the chosen implementation; raises TypeError for arguments that do not fit."""
-        if kwargs and self.spellings:
-            self._respell(kwargs)
+        """Run the chosen implementation; raises TypeError if arguments do not match the
+        signature."""
+        if kwargs and self.aliases:
+            self._rename_aliases(kwargs)
         position = self._key
         key = args[position] if len(args) > position else kwargs.get(self._key_name)
         if plans.is_traced(key):
             return cast(R, self._traced(args, kwargs))
-        if waiting.enabled:
-            return cast(R, run_and_wait(self.name, key, self._eager, args, kwargs))
+        if mode.enabled:
+            return cast(R, run_and_synchronize(self.name, key, self._eager, args, kwargs))
         if self._plans is not None and cast(Tensor, key).is_cuda:
             return cast(R, self._plans.run(self._eager, args, kwargs))
         return cast(R, self._eager(args, kwargs))
 
     def _eager(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Bind and check the arguments, choose and run."""
+        """Bind and check the arguments, choose an implementation and run it."""
         try:
             call = self.bind(*args, **kwargs)
-            if self._check is not None and not calls.unchecked:
+            if self._check is not None and checks.state.enabled:
                 self._check(call)
             chosen = self._select(call)
             if gpu.watch.observer is not None and not chosen.replayed:
-                recording.spoil()
+                recording.mark_not_replayable()
             run = chosen.run
             if _is_any_autocast_enabled():
-                run = as_it_is(run)
+                run = without_autocast(run)
             return run(call) if self._out is None else self._with_out(run, call)
         except Exception as error:
             checks.explain(error, self.reference, args, kwargs)
             raise
 
     def _traced(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Bind and check the arguments, and leave the call to PyTorch's dispatcher."""
+        """Bind and check the arguments, then call PyTorch's dispatcher."""
         call = self._checked(args, kwargs)
         if not isinstance(getattr(call, self._key_name), Tensor):
             return self._run_reference(call)
@@ -166,16 +167,16 @@ class Op(Generic[P, R]):
             raise
         return call
 
-    def _respell(self, kwargs: dict[str, Any]) -> None:
-        """Replace other spellings of keywords by the names of the definition."""
-        for other in self.spellings.keys() & kwargs.keys():
-            name = self.spellings[other]
+    def _rename_aliases(self, kwargs: dict[str, Any]) -> None:
+        """Replace aliases of keywords by the definition's parameter names."""
+        for other in self.aliases.keys() & kwargs.keys():
+            name = self.aliases[other]
             if name in kwargs:
                 raise TypeError(f"{self.name}() got both {name!r} and {other!r}, which is the same")
             kwargs[name] = kwargs.pop(other)
 
     def using(self, name: str) -> Callable[P, R]:
-        """One implementation by name ("reference": the definition). Raises BadConfig if unknown."""
+        """An implementation by name ("reference": the definition). Raises BadConfig if unknown."""
         run = self._named(name).run
 
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -185,16 +186,18 @@ class Op(Generic[P, R]):
         return call
 
     def choice(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """Name of the implementation that a call would run. Raises as a call's check does."""
-        self._respell(kwargs)
+        """Name of the implementation that a call with these arguments runs. Raises BadArgument as
+        the call does."""
+        self._rename_aliases(kwargs)
         return self._select(self._checked(args, kwargs)).name
 
     def accepts(self, name: str, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Whether an implementation's dtypes and `when` take a call with these arguments."""
+        """Whether the dtypes and `when` of an implementation accept these arguments."""
         return self._named(name).accepts(self.bind(*args, **kwargs))
 
     def candidates(self, device: str) -> tuple[Implementation, ...]:
-        """What is tried for tensors on a device type, in order; the last one accepts anything."""
+        """Implementations for tensors on a device type, in the order in which they are tried; the
+        last one accepts every call."""
         forced = FORCED.get(self.name, FORCED.get("*"))
         if forced is not None:
             implementation = self._named(forced)
@@ -239,7 +242,7 @@ class Op(Generic[P, R]):
         result, out = run(call), call.out
         if out is None or result is out:
             return result
-        recording.spoil()
+        recording.mark_not_replayable()
         if out.shape != result.shape:
             raise ValueError(
                 f"{self.name}: out has shape {tuple(out.shape)}, the result {tuple(result.shape)}"
@@ -282,7 +285,7 @@ class Op(Generic[P, R]):
         mutates: Sequence[str],
         kernel: Callable[..., Any],
     ) -> list[Any]:
-        """Define cairn::name with this signature and return its schema's arguments."""
+        """Define the operator cairn::name and return the arguments of its schema."""
         code = cast(types.FunctionType, self.reference)
         prototype = types.FunctionType(code.__code__, code.__globals__, name)
         prototype.__signature__ = signature  # type: ignore[attr-defined]
@@ -296,17 +299,17 @@ class Op(Generic[P, R]):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         call = self._bind_plain(*args, **kwargs)
-        return as_it_is(self._select(call).run)(call)
+        return without_autocast(self._select(call).run)(call)
 
     def _run_out(self, *args: Any, **kwargs: Any) -> None:
         call = self._bind_out(*args, **kwargs)
-        self._with_out(as_it_is(self._select(call).run), call)
+        self._with_out(without_autocast(self._select(call).run), call)
 
     def _run_fake(self, *args: Any, **kwargs: Any) -> Any:
         return self._fake(self._bind_plain(*args, **kwargs))
 
     def unregister(self) -> None:
-        """Take the op out of the registry and of torch.ops (for ops that tests define)."""
+        """Remove the op from the registry and from torch.ops; for ops that tests define."""
         del _ops[self.name]
         self._library._destroy()
 
@@ -319,20 +322,20 @@ class Op(Generic[P, R]):
         missing: str = "",
         replayed: bool = False,
     ) -> Callable[[F], F]:
-        """Decorator: register a faster way. Earlier registrations are preferred.
+        """Decorator: register an implementation. Earlier registrations are preferred.
 
-        The function takes the bound call and returns what the definition does.
+        The function takes the bound call and returns what the definition returns.
 
         Args:
             name: unique within the op, not "reference".
             devices: device types it runs on.
             dtypes: accepted dtypes of the first floating-point tensor argument; None: any.
-            when: called with the bound call; False passes it on to the next candidate.
+            when: predicate of the bound call; if it is False the next candidate is tried.
             missing: why it cannot run on this machine, for `cairn ops`; empty: it can.
-            replayed: all it does on the device is to take memory from gpu.py and to launch kernels,
-                so that launch_cache may repeat the launches without it.
+            replayed: on the device it only allocates memory through gpu.py and launches kernels, so
+                launch_cache can replay the launches without calling it.
         Raises:
-            ValueError: for a name already taken, or a function that takes more than the call.
+            ValueError: the name is taken, or the function has other parameters than the call.
         """
 
         def register(function: F) -> F:
@@ -349,10 +352,10 @@ class Op(Generic[P, R]):
         return register
 
     def fake(self, function: F) -> F:
-        """Decorator: state the outputs' shapes where the definition depends on data.
+        """Decorator: register a fake (meta) function, which returns empty outputs.
 
-        Called with a bound call without `out`. Not needed for ops that return nothing, nor
-        where the definition runs under fake tensors.
+        It is called with a bound call without `out`. Ops that return nothing and definitions that
+        run under fake tensors need none.
         """
         expect_call_only(self.name, "fake", function)
         self._fake = function
@@ -365,14 +368,14 @@ class Op(Generic[P, R]):
     def front(
         self, function: Callable[..., Any] | None = None, /, *, replayed: bool = False
     ) -> Callable[..., Any]:
-        """Decorator: a public function over this op, for a signature that no schema can hold.
+        """Decorator: a public function that calls this op, for a signature that a torch schema
+        cannot express. The op is exported only through its fronts.
 
-        It checks, allocates, then calls the op, which is exported through its fronts alone.
-        replayed: as of an implementation, but for what it has ops do.
+        replayed: as for an implementation; the launches are those of the ops that it calls.
         """
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            if not hasattr(function, "__wrapped__"):  # else it is a front of another op, too
+            if not hasattr(function, "__wrapped__"):  # not yet a front of another op
                 function = checks.naming(function)
             if replayed:
                 self._front_plans.append(plans.Plans())
@@ -383,40 +386,39 @@ class Op(Generic[P, R]):
         return register if function is None else register(function)
 
     def check(self, function: Callable[[Call], None]) -> Callable[[Call], None]:
-        """Decorator: the check of a bound call, which raises BadArgument."""
+        """Decorator: the function that checks a bound call and raises BadArgument."""
         expect_call_only(self.name, "check", function)
         self._check = function
         return function
 
     def cases(self, source: CaseSource) -> CaseSource:
-        """Decorator: the generator of argument bundles that every implementation is tested on."""
+        """Decorator: the generator of arguments that every implementation is tested with."""
         self.case_source = source
         return source
 
     def bench(self, source: BenchSource) -> BenchSource:
-        """Decorator: the generator of what `cairn bench ops` times, one size after the other."""
+        """Decorator: the generator of points that `cairn bench ops` times."""
         self.bench_source = source
         return source
 
     @functools.cached_property
     def case_source(self) -> CaseSource | None:
-        """What `cases` was given, in the family's cases.py, which is imported when it is asked for;
-        None: there is none."""
+        """The generator registered with `cases`, or None; this imports the family's cases.py."""
         _import(f"{self._package}.cases")
         return self.__dict__.get("case_source")
 
     @functools.cached_property
     def bench_source(self) -> BenchSource | None:
-        """The same of `bench`, in the family's bench.py."""
+        """The generator registered with `bench`, or None; this imports the family's bench.py."""
         _import(f"{self._package}.bench")
         return self.__dict__.get("bench_source")
 
     def tolerance(self, by_dtype: dict[torch.dtype, Tolerance], reason: str) -> None:
-        """Override the one table (cairn.ops.testing.TOLERANCES) for this op, with the reason.
+        """Override the tolerances of cairn.ops.testing.TOLERANCES for this op.
 
         Args:
             by_dtype: coarsest floating dtype of a case -> (rtol, atol) of all its outputs.
-            reason: why the table's numbers do not fit this op.
+            reason: why this op needs other tolerances.
         """
         if not reason:
             raise ValueError(f"op {self.name}: a tolerance of its own needs a reason")
@@ -428,18 +430,17 @@ class Op(Generic[P, R]):
 def op(definition: Callable[P, R], /) -> Op[P, R]: ...
 @overload
 def op(
-    *, mutates: Sequence[str] = (), spellings: Mapping[str, str] | None = None
+    *, mutates: Sequence[str] = (), aliases: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, R]], Op[P, R]]: ...
 def op(
     definition: Callable[P, R] | None = None,
     /,
     *,
     mutates: Sequence[str] = (),
-    spellings: Mapping[str, str] | None = None,
+    aliases: Mapping[str, str] | None = None,
 ) -> Op[P, R] | Callable[[Callable[P, R]], Op[P, R]]:
-    """Make a definition an op: `@op`, or `@op(mutates=("k_cache",))` when it changes arguments.
-
-    `spellings` holds other keywords -> names of parameters: calls may use either.
+    """Decorator: make a definition an op. An op that changes arguments declares them, as in
+    `@op(mutates=("k_cache",))`. `aliases` maps other keywords to parameter names.
 
     The definition's annotations give the schema (torch.library.infer_schema), so they must be
     Tensor, numbers, bool, str, dtype, device, lists of these or None; results may not alias
@@ -447,19 +448,20 @@ def op(
     """
     if definition is not None:
         return Op(definition)
-    return lambda function: Op(function, mutates, spellings)
+    return lambda function: Op(function, mutates, aliases)
 
 
 _ops: dict[str, Op[..., Any]] = {}
 
 
 def all_ops() -> list[Op[..., Any]]:
-    """Every op imported so far, by family, then name."""
+    """All ops imported so far, sorted by family and name."""
     return sorted(_ops.values(), key=lambda o: (o.family, o.name))
 
 
 def check_forced() -> None:
-    """Raise BadConfig, with the nearest known name, if CAIRN_OPS names no such op or choice."""
+    """Raise BadConfig if CAIRN_OPS names an unknown op or implementation; the error suggests the
+    nearest known name."""
     for name, implementation in FORCED.items():
         if name in _ops:
             _ops[name]._named(implementation)
@@ -469,7 +471,7 @@ def check_forced() -> None:
 
 @contextlib.contextmanager
 def force(choices: str) -> Iterator[None]:
-    """Within the block, choose as CAIRN_OPS=choices would, in the whole process."""
+    """Within the block, choose implementations as with CAIRN_OPS=choices, in the whole process."""
     before = dict(FORCED)
     try:
         _set_forced(parse(choices))
@@ -495,4 +497,4 @@ def _import(module: str) -> None:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Fake form of an op that only changes its arguments."""
+    """Fake function of an op that only mutates its arguments."""

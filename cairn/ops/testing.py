@@ -1,6 +1,6 @@
-"""What ops are tested with: seeded cases, poisoned memory, one tolerance table, one comparison.
+"""Utilities for testing ops: seeded cases, poisoned memory, tolerances and comparison.
 
-Nothing here needs pytest; the benchmark uses the same cases.
+This module does not import pytest: benchmarks and documentation use the cases too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.float16: (1e-3, 1e-3),
     torch.bfloat16: (1.6e-2, 1e-2),
 }
-"""(rtol, atol) by the dtype of the tensor compared; others (integers, bool) must be equal."""
+"""Dtype of the compared tensor -> (rtol, atol); tensors of other dtypes must be equal."""
 
 _COARSE_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -39,7 +39,8 @@ class Arguments:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def clone(self) -> Arguments:
-        """The same call on its own memory; strides are kept, views of one tensor part ways."""
+        """A copy of the call with copied tensors of the same strides. Views of one tensor become
+        separate tensors."""
         kwargs = {name: _clone(value) for name, value in self.kwargs.items()}
         return Arguments(tuple(_clone(value) for value in self.args), kwargs)
 
@@ -48,7 +49,7 @@ class Arguments:
         return {**dict(zip(parameters, self.args, strict=False)), **self.kwargs}
 
     def bound(self, implementation: Implementation) -> Call:
-        """The call as one of its op's implementations takes it."""
+        """The bound call, as an implementation receives it."""
         return implementation.bind(*self.args, **self.kwargs)
 
     def __str__(self) -> str:
@@ -61,12 +62,12 @@ Cases: TypeAlias = Iterator[Arguments | Tensor]
 
 @dataclass(frozen=True)
 class Paged:
-    """A paged cache in which all that no row owns is NaN.
+    """A paged cache whose slots are NaN unless a row has filled them.
 
     Attributes:
         k_cache, v_cache: [pages, h_kv, S, d].
-        page_table: [rows, max_pages] int32; entries beyond a row's pages name a page of NaN.
-        lengths: slots that each row has filled.
+        page_table: [rows, max_pages] int32; entries beyond a row's pages point to a page of NaN.
+        lengths: number of filled slots of each row.
     """
 
     k_cache: Tensor
@@ -76,16 +77,17 @@ class Paged:
 
     @property
     def page_size(self) -> int:
-        """Slots in a page, S."""
+        """Slots per page, S."""
         return self.k_cache.shape[2]
 
     def quantized(self, form: KvFormat = FP8_E4M3) -> Paged:
-        """The same in fewer bits."""
+        """The quantized cache."""
         caches = (pack(self.k_cache, form), pack(self.v_cache, form))
         return Paged(*caches, self.page_table, self.lengths)
 
     def queries(self, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """row, slot, location [T] int64 of the last counts[i] slots of every row i."""
+        """row, slot and location (page * S + slot in the page), [T] int64, of the last counts[i]
+        slots of each row i."""
         device = self.page_table.device
         pairs = [
             (row, slot)
@@ -98,18 +100,19 @@ class Paged:
         return row, slot, page * self.page_size + slot % self.page_size
 
     def segments(self, counts: Sequence[int]) -> list[int]:
-        """Row, first slot and number of the queries of every row that has any."""
+        """Argument `segments` of `dense_attention`: row, first slot and number of queries of each
+        row with queries."""
         rows = enumerate(zip(self.lengths, counts, strict=True))
         found = [(row, length - count, count) for row, (length, count) in rows if count]
-        return [number for stretch in found for number in stretch]
+        return [number for segment in found for number in segment]
 
 
 class Make:
-    """Builds the arguments of cases: seeded, so a case is the same on every run and device.
+    """Builds the arguments of cases. They are the same on every run and device.
 
     Args:
-        device: where tensors go; the numbers are drawn on the CPU.
-        seed: of the only generator.
+        device: device of the tensors; random numbers are drawn on the CPU.
+        seed: of the random generator.
     """
 
     def __init__(self, device: str = "cpu", seed: int = 0) -> None:
@@ -118,8 +121,8 @@ class Make:
 
     @property
     def kv_formats(self) -> tuple[KvFormat, ...]:
-        """Formats of the quantized caches in cases: one where kernels are interpreted, which takes
-        seconds a case; there `tests/ops/cache` has calls of the other."""
+        """Formats of quantized caches in cases. On the CPU only fp8, because the interpreter takes
+        seconds per case; `tests/ops/cache` tests fp4 there."""
         return (FP8_E4M3,) if self.device == "cpu" else (FP8_E4M3, FP4_E2M1)
 
     def args(self, *args: Any, **kwargs: Any) -> Arguments:
@@ -144,11 +147,11 @@ class Make:
     def full(
         self, shape: Sequence[int], value: float, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """One value everywhere."""
+        """A tensor filled with one value."""
         return torch.full(tuple(shape), value, dtype=dtype, device=self.device)
 
     def tensor(self, values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The values given."""
+        """A tensor of these values."""
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def arange(self, end: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -156,7 +159,7 @@ class Make:
         return torch.arange(end, dtype=dtype, device=self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Poisoned memory: NaN, or the largest integer of the dtype."""
+        """Poisoned memory: NaN, or the largest integer of the dtype; True for bool."""
         if dtype == torch.bool:
             return torch.ones(shape, dtype=dtype, device=self.device)
         poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -176,12 +179,12 @@ class Make:
         dtype: torch.dtype = torch.float32,
         spare: int = 2,
     ) -> Paged:
-        """A cache with its pages in random order, NaN wherever no row has written.
+        """A paged cache with pages in random order and NaN in slots that no row has filled.
 
         Args:
-            lengths: slots filled in each row (0: a row without pages).
+            lengths: number of filled slots of each row; 0: a row without pages.
             kv_heads, page_size, head_dim: h_kv, S, d.
-            spare: pages that nobody owns, at least 1.
+            spare: number of pages without owner, at least 1.
         """
         needed = [-(-length // page_size) for length in lengths]
         pages = sum(needed) + spare
@@ -205,7 +208,7 @@ class Make:
 
 
 def cases_of(op: Op[..., Any], device: str = "cpu", seed: int = 0) -> list[Arguments]:
-    """The op's cases on a device. Raises ValueError if it declares none."""
+    """The cases of an op on a device. Raises ValueError if there are none."""
     if op.case_source is None:
         raise ValueError(f"op {op.name} has no cases")
     bundles = op.case_source(Make(device, seed))
@@ -217,7 +220,8 @@ def cases_of(op: Op[..., Any], device: str = "cpu", seed: int = 0) -> list[Argum
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """Within the block fresh memory (torch.empty and its kin) is NaN, or the largest integer."""
+    """Within the block, uninitialised memory (torch.empty and similar) is NaN, or the largest
+    integer."""
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -231,10 +235,12 @@ def poisoned() -> Iterator[None]:
 
 
 def tolerance_of(op: Op[..., Any], arguments: Arguments, dtype: torch.dtype) -> Tolerance:
-    """(rtol, atol) for an output of a dtype: the op's own for this case, else the table's.
+    """(rtol, atol) of an output of this dtype: the op's own tolerance for the case, or that of
+    TOLERANCES.
 
-    What an op states for bfloat16 alone is an eighth for float16, which has three bits more; what
-    it states for float8 is of cases with such arguments. Numbers in float8 are equal.
+    If an op gives a tolerance for bfloat16 only, an eighth of it applies to float16, which has
+    three more bits. A tolerance for float8 applies to cases with float8 arguments. Outputs in
+    float8 must be equal.
     """
     if dtype == E4M3:
         return 0.0, 0.0
@@ -252,7 +258,8 @@ def tolerance_of(op: Op[..., Any], arguments: Arguments, dtype: torch.dtype) -> 
 
 
 def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, what: str) -> None:
-    """Raise AssertionError unless shape, dtype and NaN mask agree and the values are near."""
+    """Raise AssertionError unless shape, dtype and positions of NaN are equal and values are within
+    the tolerance."""
     rtol, atol = tolerance
     torch.testing.assert_close(
         actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{what}: {m}"
@@ -260,9 +267,9 @@ def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, what: str) -
 
 
 def run(op: Op[..., Any], name: str, arguments: Arguments) -> tuple[Arguments, tuple[Any, ...]]:
-    """Call one implementation on a copy of the arguments and poisoned memory.
+    """Call one implementation with a copy of the arguments and poisoned memory.
 
-    Returns the copy, as the call left it, and the results as a tuple.
+    Returns the copy after the call, and the results as a tuple.
     """
     own = arguments.clone()
     with poisoned():
@@ -275,8 +282,9 @@ def run(op: Op[..., Any], name: str, arguments: Arguments) -> tuple[Arguments, t
 def check(op: Op[..., Any], name: str, arguments: Arguments) -> None:
     """Compare one implementation with the definition on one case.
 
-    Raises AssertionError if results or changed arguments differ beyond the tolerance, if a result
-    of the definition holds NaN (it read poison), or if an argument changed that may not.
+    Raises AssertionError if results or mutated arguments differ by more than the tolerance, if a
+    result of the definition contains NaN (it has read poisoned memory), or if another argument
+    changed.
     """
     parameters = list(op.__signature__.parameters)
     where = f"{op.name}[{name}]({arguments})"
@@ -315,14 +323,14 @@ def _clone(value: Any) -> Any:
         return value
     if value.is_mkldnn or value.numel() == 0:
         return value.clone()
-    # A strided view must stay one, and what lies between its elements must be poison.
+    # Keep the strides, with poison between the elements of a strided view.
     extent = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
     memory = Make(str(value.device)).empty(extent, dtype=value.dtype)
     return memory.as_strided(value.shape, value.stride()).copy_(value)
 
 
 def _plain(value: Tensor) -> Tensor:
-    """An opaque oneDNN tensor as one that can be compared."""
+    """A oneDNN tensor as a dense tensor, which can be compared."""
     return value.to_dense() if value.is_mkldnn else value
 
 

@@ -1,8 +1,8 @@
-"""What the families' tables of tuning constants share.
+"""Base class of the families' tables of tuning constants.
 
-A family's `tuning.py` has one dataclass with a field for each constant, and one instance of it that
-the launch code reads. Tests pass other numbers with `replaced`, which makes short inputs take the
-ways that long ones take.
+The `tuning.py` of a family has a dataclass with a field for each constant, and one instance of it
+that the launch code reads. Tests replace constants with `replaced`, so that short inputs run the
+code paths of long ones.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 
 
 class Tuning:
-    """Base of the tables; a subclass is a dataclass."""
+    """Base class of the tables; subclasses are dataclasses."""
 
     @contextlib.contextmanager
     def replaced(self, **constants: Any) -> Iterator[None]:
-        """Within the block, the table has other values. Raises TypeError for an unknown name."""
+        """Within the block, some constants have other values. Raises TypeError for an unknown
+        name."""
         fields = {field.name for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         if unknown := constants.keys() - fields:
             raise TypeError(f"{type(self).__name__} has no constant {sorted(unknown)[0]!r}")

@@ -1,7 +1,7 @@
-"""What the Gluon kernels for Hopper share: warp-group products (wgmma), TMA copies and barriers.
+"""Helpers of the Gluon kernels for Hopper: warp-group products (wgmma), TMA copies and mbarriers.
 
-A warp group is four warps that multiply together; another warp issues the copies. Tiles are in
-shared memory, [lines, columns] of 16-bit numbers; mbarriers in shared memory signal between them.
+Warp groups of four warps multiply tiles; a producer warp issues the TMA copies. Tiles are [lines,
+columns] of 16-bit elements in shared memory, and mbarriers signal between producer and consumers.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from cairn.ops.gpu import gl, gluon, hopper
 
 
 @gluon.jit
-def copy(lines, place, arrived, tile):
-    """Fill a tile from a table's line and column; `arrived` counts the bytes."""
-    hopper.tma.async_copy_global_to_shared(lines, place, arrived, tile)
+def copy(descriptor, coordinates, barrier, tile):
+    """TMA copy of the block at [line, column] into a tile; the mbarrier counts the bytes."""
+    hopper.tma.async_copy_global_to_shared(descriptor, coordinates, barrier, tile)
 
 
 @gluon.jit
 def clear(tile, first):
-    """Zero the lines from `first` on: they are multiplied by 0, and may hold NaN."""
+    """Zero the lines of a tile from `first` on, which may contain NaN: 0 * NaN would be NaN."""
     LINES: gl.constexpr = tile.shape[0]
     PARTS: gl.constexpr = tile.shape[1] // 64
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -29,29 +29,30 @@ def clear(tile, first):
 
 @gluon.jit
 def opaque_zero(count):
-    """0, computed from a loop's counter so that the compiler does not know it.
+    """0, computed from a loop counter in a way that the compiler cannot simplify.
 
-    Added to the index of a tile, it keeps the tile's address inside the loop. Hoisted out of it,
-    the addresses of all tiles would be kept in registers, or spilled, and the products would wait.
+    Added to the index of a tile, it keeps the compiler from hoisting the address computation out of
+    the loop: the addresses of all tiles would occupy registers or spill, and stall the products.
     """
     return count >> 30
 
 
 @gluon.jit
 def multiply(a, b, acc):
-    """acc + a b, asynchronously."""
+    """acc + a @ b, asynchronously."""
     return hopper.warpgroup_mma(a, b, acc, is_async=True)
 
 
 @gluon.jit
 def base_of(best):
-    """The maximum that exponents of a row are relative to; 0 if it is -inf."""
+    """The value subtracted from the logits of a row before exp2: their maximum, or 0 if that is
+    -inf."""
     return gl.where(best == float("-inf"), 0.0, best)
 
 
 @gluon.jit
 def for_rows(x, tile):
-    """x [lines], laid out as the lines of a tile in registers."""
+    """x [lines] in the layout of the lines of a register tile."""
     ROWS: gl.constexpr = gl.SliceLayout(1, tile.type.layout)
     # Converting to the same layout crashes the compiler.
     if x.type.layout != ROWS:
@@ -61,20 +62,20 @@ def for_rows(x, tile):
 
 @gluon.jit
 def scaled(acc, scale):
-    """Rows of acc times scale, in whatever layouts."""
+    """acc [lines, columns] times scale [lines], which may have different layouts."""
     return acc * for_rows(scale, acc)[:, None]
 
 
 @gluon.jit
-def arrive(signal):
-    """Arrive at a barrier once all threads of the warp group are here."""
+def arrive(barrier):
+    """Arrive at an mbarrier after all threads of the warp group have reached this point."""
     gl.thread_barrier()
-    hopper.mbarrier.arrive(signal)
+    hopper.mbarrier.arrive(barrier)
 
 
 @gluon.jit
 def summed(acc, free):
-    """acc after its products are done; `free` is told that their tile may be overwritten."""
+    """acc after its products have finished; arrives at `free`, so the tile may be overwritten."""
     acc = hopper.warpgroup_mma_wait(0, deps=[acc])
     arrive(free)
     return acc

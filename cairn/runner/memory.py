@@ -20,7 +20,8 @@ from cairn.attention.registry import cache_schema
 from cairn.cache.pools import CachePools, PoolSizes
 from cairn.cache.schema import PageFormat
 from cairn.errors import BadModel, OutOfMemory
-from cairn.ops.advice import compile_ahead, note_of
+from cairn.ops.compile_ahead import compile_ahead
+from cairn.ops.compile_cache import cache_path
 from cairn.runner.first_steps import FirstSteps
 from cairn.runner.runner import Runner, RunnerShape, StepModel
 from cairn.runner.step import NO_ROWS, DecodeWork, PageGrant, RowOpen, RowWork, StepPlan
@@ -96,16 +97,16 @@ def measured(
     """`measure`, or its result of an earlier run with the same arguments, sources, versions and
     kind of device, cached in a file beside the compiled kernels; `kept` then covers what is not
     loaded yet. Measurements that another process disturbed are not cached."""
-    note = note_of((spec, shape, steps, form), device)
+    cached = cache_path((spec, shape, steps, form), device)
     with contextlib.suppress(OSError, ValueError, TypeError):
-        if note is not None:
-            return Measured(**json.loads(note.read_text()))
+        if cached is not None:
+            return Measured(**json.loads(cached.read_text()))
     free = _free(device)
     found = measure(model, spec.mixers, shape, steps, form, device)
     kept = free - _free(device)
-    if note is not None and 0 <= kept <= MAX_KEPT:
+    if cached is not None and 0 <= kept <= MAX_KEPT:
         with contextlib.suppress(OSError):
-            note.write_text(json.dumps(asdict(replace(found, kept=kept))))
+            cached.write_text(json.dumps(asdict(replace(found, kept=kept))))
     return found
 
 

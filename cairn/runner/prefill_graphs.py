@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cairn.attention.cuts import UNCHUNKED, WHOLE, Cuts
-from cairn.ops.advice import is_traced
+from cairn.ops.planning import is_traced
 from cairn.runner.buffers import StepBuffers
 from cairn.runner.capture import Captured, capture
 from cairn.runner.graphs import DecodeGraphs

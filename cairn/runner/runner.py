@@ -26,7 +26,7 @@ from cairn.attention.step import Step
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.pools import CachePools
 from cairn.distributed.groups import ALONE, Group
-from cairn.ops.advice import unchecked
+from cairn.ops.checks import skip_checks
 from cairn.runner.draft_head import DraftHead, DraftModel, Ends
 from cairn.runner.drafts import Drafts, Entries, Guessed
 from cairn.runner.encoding import EncoderCache
@@ -418,7 +418,7 @@ class Runner:
             if hidden is not None:
                 return hidden, None
         step = self.step_of(layout, watched if len(watched) else None)
-        with unchecked() if self._on_cpu else contextlib.nullcontext():
+        with skip_checks() if self._on_cpu else contextlib.nullcontext():
             return self.model(step), step
 
     def step_of(self, layout: Layout, watched: Ints | None = None) -> Step:

@@ -9,8 +9,8 @@ import torch
 
 from cairn import ops
 from cairn.attention.cuts import Cuts, Front
-from cairn.ops import advice
-from cairn.ops.advice import SPLIT_TOKENS
+from cairn.ops import planning
+from cairn.ops.planning import SPLIT_TOKENS
 from tests.attention.steps import (
     LANDMARK,
     PLAIN,
@@ -104,8 +104,8 @@ def test_nothing_is_reported_that_nobody_watches():
 @pytest.mark.parametrize("size", [2, 8, 64])
 @pytest.mark.parametrize("window", [1, 7, 8, 9, 200])
 def test_of_short_rows_all_candidates_are_selected(window: int, size: int):
-    slots = advice.short_pages(size, window, LANDMARK.topk) * size
-    counts = advice.candidate_pages(torch.arange(slots + size), size, window)
+    slots = planning.short_pages(size, window, LANDMARK.topk) * size
+    counts = planning.candidate_pages(torch.arange(slots + size), size, window)
     assert counts[:slots].max() == LANDMARK.topk < counts[-1]
 
 

@@ -8,7 +8,7 @@ import torch
 
 from cairn.bench import ahead
 from cairn.bench.ops import chosen_ops
-from cairn.ops.benching import COMPILED, Alternative, Draw, Point
+from cairn.ops.bench_points import COMPILED, Alternative, Draw, Point
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_failures_are_left_to_the_measurement(norm, monkeypatch):
 @pytest.mark.slow
 def test_processes_take_all_ops(monkeypatch, caplog):
     monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr(ahead, "FEWEST_OPS", 2)
+    monkeypatch.setattr(ahead, "MIN_OPS", 2)
     with caplog.at_level(logging.INFO, "cairn"):
         ahead.compile_ahead(chosen_ops(["norm"]), Draw("cpu", torch.float32, "tiny"))
     assert ", 0 ops left" in caplog.text

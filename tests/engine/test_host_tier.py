@@ -93,7 +93,7 @@ def test_steps_of_few_queries_read_host_memory_in_place(monkeypatch) -> None:
 def test_a_rehearsal_leaves_out_layers_with_frames(monkeypatch) -> None:
     """It runs the first of each kind and the last, and ops check their arguments, as on a GPU."""
     monkeypatch.setattr(HsaBackend, "_few", as_on_a_gpu)
-    monkeypatch.setattr(runner, "unchecked", contextlib.nullcontext)
+    monkeypatch.setattr(runner, "skip_checks", contextlib.nullcontext)
     built = engine(str(DATA / "hils" / "qwen_rope_fullrank"), kv_cache_memory="16MiB", **TIER)
     assert len(built.spec.layers) == 3
     with built.runner.model.abridged(built.runner.backends.names):

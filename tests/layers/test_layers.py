@@ -12,7 +12,7 @@ from cairn.layers.mlp import GatedMLP
 from cairn.layers.norm import RMSNorm
 from cairn.layers.residual import Hidden, Product, Residual
 from cairn.layers.schemes.base import Rows
-from cairn.ops import advice
+from cairn.ops import planning
 from cairn.ops.linear import skinny_gemm_panel
 from cairn.specs.ffn import DenseFfn
 
@@ -142,7 +142,7 @@ def test_mlp():
 def test_the_residual_is_summed_and_normed_in_one_place(monkeypatch, at_once):
     """Deltas as tensors and as products, norms of the next reader and of the delta itself; with one
     op that adds and norms, as on a GPU, and without it."""
-    monkeypatch.setattr(advice, "norms_sums", lambda x: at_once)
+    monkeypatch.setattr(planning, "fuses_add_norm", lambda x: at_once)
     norm = RMSNorm(8, 1e-3, dtype=torch.float32)
     linear = Linear(6, [Rows("w", 8)], dtype=torch.float32)
     for parameter in (*norm.parameters(), *linear.parameters()):

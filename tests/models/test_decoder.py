@@ -30,5 +30,5 @@ def test_the_ways_of_the_products_agree(tiny, drawn, plain, tokens):
     down = [block.ffn.down.weight for block in model.layers]
     with LINEAR_TUNING.replaced(skinny_span=down[0].shape[1] // 2):
         given = torch.empty(len(batch.input_ids), down[0].shape[1])
-        assert skinny_gemm_panel.sums_in_norm(given, down[0], None) == (tokens in (10, 20, 70))
+        assert skinny_gemm_panel.linear_fuses_norm(given, down[0], None) == (tokens in (10, 20, 70))
         torch.testing.assert_close(run(model)[0], wanted, rtol=1e-4, atol=1e-4)

@@ -73,7 +73,7 @@ def test_a_loop_for_other_loops_refuses_a_call_from_python():
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
 def test_only_what_is_compiled_is_said_to_be(monkeypatch, tmp_path, caplog):
     """To load what is kept may take long on a busy machine."""
-    monkeypatch.setattr(compile_loops, "LONG", -1.0)
+    monkeypatch.setattr(compile_loops, "WARN_SECONDS", -1.0)
     monkeypatch.setattr(cpu, "mark_of", lambda *_: tmp_path / "mark")
     for part in ("_run_rows", "_run_windows", "_run_landmarks"):
         monkeypatch.setattr(compile_loops, part, lambda *_: None)

@@ -64,10 +64,10 @@ def test_kernels_are_found_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(knobs.compilation, "listener", listen)
     # A width that no other test has: this process has not compiled for it.
     x, weight = torch.ones(4, 1328, device="cuda"), torch.ones(1328, device="cuda")
-    note = tmp_path / "note"
-    compile_ahead(lambda: rmsnorm.using("triton")(x, weight, 1e-6), workers=4, note=note)
+    marker = tmp_path / "marker"
+    compile_ahead(lambda: rmsnorm.using("triton")(x, weight, 1e-6), workers=4, marker=marker)
     assert hits
     assert all(hits)
-    assert note.exists()
+    assert marker.exists()
     torch.testing.assert_close(rmsnorm.using("triton")(x, weight, 0.0), x)
-    compile_ahead(lambda: pytest.fail("has been called"), workers=4, note=note)
+    compile_ahead(lambda: pytest.fail("has been called"), workers=4, marker=marker)

@@ -33,7 +33,7 @@ def chain_kernel(counters, out):
 def tally(groups, wanted, device):
     out = torch.full((groups, wanted), -1, dtype=torch.int32, device=device)
     counters = grid_barrier.counters(groups, out.device)
-    tally_kernel[(wanted, groups)](counters, out, wanted, grid_barrier.APART)
+    tally_kernel[(wanted, groups)](counters, out, wanted, grid_barrier.STRIDE)
     return out
 
 
@@ -60,7 +60,7 @@ def test_launches_of_a_stream_have_the_same_counters_and_streams_their_own():
     with torch.cuda.stream(other):
         two = grid_barrier.counters(5, DEVICE)
     assert one.data_ptr() == again.data_ptr() != two.data_ptr()
-    assert again.shape == (3, grid_barrier.APART)
+    assert again.shape == (3, grid_barrier.STRIDE)
 
 
 @pytest.mark.gpu
@@ -87,7 +87,7 @@ def test_a_graph_has_counters_of_its_own_and_can_be_replayed():
 @pytest.mark.parametrize("missing", ["room", "the graph's number"])
 def test_graphs_that_get_none_clear_their_own(missing, monkeypatch):
     if missing == "room":
-        store = grid_barrier._Store(most_kept=0)
+        store = grid_barrier._Store(max_blocks=0)
         monkeypatch.setattr(grid_barrier, "_store", lambda index: store)
     else:
         monkeypatch.setattr(gpu, "capture_of", lambda device: 0)

@@ -69,9 +69,9 @@ def test_pieces_of_memory_do_not_meet(
     shared: int, taken: int, as_on_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "SHARED_BYTES", shared)
-    taking, takes = gpu.allocator, []
-    counted = lambda take: lambda: (takes.append(take), take())[1]  # noqa: E731
-    monkeypatch.setattr(gpu, "allocator", lambda *args: counted(taking(*args)))
+    allocator, allocations = gpu.allocator, []
+    counted = lambda allocate: lambda: (allocations.append(allocate), allocate())[1]  # noqa: E731
+    monkeypatch.setattr(gpu, "allocator", lambda *args: counted(allocator(*args)))
 
     def twice(x: Tensor) -> Tensor:
         one, two, three, out = (gpu.empty((40,), x.dtype, x.device) for _ in range(4))
@@ -86,7 +86,7 @@ def test_pieces_of_memory_do_not_meet(
         x = numbers(40)
         torch.testing.assert_close(call(x), 7 * x)
     assert call.plain == 1
-    assert len(takes) == 2 * taken
+    assert len(allocations) == 2 * taken
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -14,7 +14,7 @@ from cairn.cache.pools import CachePools, PoolSizes
 from cairn.engine.build import page_format
 from cairn.errors import OutOfMemory
 from cairn.ops import gpu as gpu_ops
-from cairn.ops.notes import note_of
+from cairn.ops.compile_cache import cache_path
 from cairn.runner import memory
 from cairn.runner.memory import PAGES, Measured, Steps, decode_step, prefill_step
 from cairn.runner.runner import Runner, RunnerShape
@@ -134,22 +134,24 @@ def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, options, ran):
 
 def test_measurements_are_cached(tmp_path, monkeypatch):
     """The next engine measures nothing, but counts what will stay in use."""
-    note, free = tmp_path / "note.json", [100, 110, 100, 93, 93, 80]
+    cached, free = tmp_path / "cached.json", [100, 110, 100, 93, 93, 80]
     subjects: list[object] = []
-    monkeypatch.setattr(memory, "note_of", lambda subject, device: subjects.append(subject) or note)
+    monkeypatch.setattr(
+        memory, "cache_path", lambda subject, device: subjects.append(subject) or cached
+    )
     monkeypatch.setattr(memory, "_free", lambda device: free.pop(0))
     monkeypatch.setattr(memory, "measure", lambda *given: Measured(5, 6))
     spec = SimpleNamespace(mixers=())
     given = (None, spec, "shape", "steps", "form", "device")
     assert memory.measured(*given) == Measured(5, 6, 0)
     # Somebody else gave memory back meanwhile.
-    assert not note.exists()
+    assert not cached.exists()
     assert memory.measured(*given) == Measured(5, 6, 0)
     assert len(free) == 2
     assert memory.measured(*given) == Measured(5, 6, 7)
     assert len(free) == 2
     assert subjects == [(spec, "shape", "steps", "form")] * 3
-    note.write_text("{")
+    cached.write_text("{")
     assert memory.measured(*given) == Measured(5, 6, 0)
     assert memory.measured(*given).kept == 13
 
@@ -157,13 +159,13 @@ def test_measurements_are_cached(tmp_path, monkeypatch):
 def test_a_note_is_of_its_subject_sources_and_device(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(gpu_ops, "cache_folder", lambda: tmp_path)
-    first = note_of(("a", 1), cpu)
+    first = cache_path(("a", 1), cpu)
     assert first is not None and first.parent == tmp_path
-    assert note_of(("a", 1), cpu) == first != note_of(("a", 2), cpu)
+    assert cache_path(("a", 1), cpu) == first != cache_path(("a", 2), cpu)
     monkeypatch.setattr(gpu_ops, "version", lambda: "another")
-    assert note_of(("a", 1), cpu) != first
+    assert cache_path(("a", 1), cpu) != first
     monkeypatch.setattr(gpu_ops, "cache_folder", lambda: None)
-    assert note_of(("a", 1), cpu) is None
+    assert cache_path(("a", 1), cpu) is None
 
 
 @gpu

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cairn import ops
 from cairn.layers.norm import RMSNorm
 from cairn.layers.weight import Index, Source, Weight
-from cairn.ops import advice
+from cairn.ops import planning
 
 if TYPE_CHECKING:
     from cairn.layers.linear import ExpertLinear, Linear
@@ -225,7 +225,7 @@ class PlainScheme(Scheme):
         self, linear: Linear, residual: Tensor, x: Tensor, norm: RMSNorm | None
     ) -> Tensor | None:
         """Product, sum and norm fused where that is faster."""
-        if norm is None or not advice.norms_behind_sum(x, linear.weight, linear.bias):
+        if norm is None or not planning.linear_fuses_norm(x, linear.weight, linear.bias):
             ops.linear_add(x, residual, linear.weight, linear.bias)
             return None
         return ops.linear_add_rmsnorm(

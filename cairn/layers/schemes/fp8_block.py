@@ -32,7 +32,7 @@ from cairn.layers.schemes.base import (
     normed,
 )
 from cairn.layers.weight import WHOLE, Index, Source, Weight
-from cairn.ops import advice
+from cairn.ops import planning
 from cairn.ops.quantization import e8m0
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Fp8BlockScheme(Scheme):
         """In fp8 where the device multiplies so, x rounded by groups of 128 numbers; else the
         matrix is dequantised to x's dtype."""
         x = normed(x, norm)
-        if advice.multiplies_fp8(x, self.block):
+        if planning.supports_fp8_experts(x, self.block):
             rows = x.reshape(-1, linear.in_features)
             y = ops.linear_fp8_blocks(rows, linear.weight, linear.scale)
             y = y.view(*x.shape[:-1], linear.out_features)
@@ -226,7 +226,7 @@ class Fp8BlockScheme(Scheme):
         weights, ids, limit = chosen
         after = down.scheme
         assert isinstance(after, Fp8BlockScheme)
-        if all(advice.multiplies_fp8(x, scheme.block) for scheme in (self, after)):
+        if all(planning.supports_fp8_experts(x, scheme.block) for scheme in (self, after)):
             return ops.fused_experts(
                 x,
                 gate_up.weight,

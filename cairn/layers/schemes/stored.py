@@ -34,7 +34,7 @@ from cairn.layers.schemes.base import (
 )
 from cairn.layers.schemes.formats import Codes, Format, Integers, checked, format_of
 from cairn.layers.weight import Index, Source, Weight
-from cairn.ops import advice
+from cairn.ops import planning
 from cairn.ops.weight_only import layout
 from cairn.specs.quantization import QuantizationSpec, StoredFormat
 
@@ -397,7 +397,7 @@ class CodesScheme(OfCheckpoint, KeptScheme):
         """In 8 bits where the device multiplies so, each token with a scale; else with the matrix
         in x's dtype."""
         x = normed(x, norm)
-        if not advice.multiplies_codes(x, linear.weight.dtype):
+        if not planning.supports_8bit_gemm(x, linear.weight.dtype):
             return biased(ops.linear(x, self.dequantised(linear, None, x.dtype)), linear.bias)
         rows = x.reshape(-1, linear.in_features)
         if linear.weight.dtype == torch.int8:

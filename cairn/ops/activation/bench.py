@@ -8,7 +8,7 @@ from cairn.ops.activation.gelu_tanh_and_mul import gelu_tanh_and_mul
 from cairn.ops.activation.sigmoid_gate_mul import sigmoid_gate_mul
 from cairn.ops.activation.silu_and_mul import silu_and_mul
 from cairn.ops.activation.silu_and_mul_clamp import silu_and_mul_clamp
-from cairn.ops.benching import Draw, Point, Points, flashinfer, moved
+from cairn.ops.bench_points import Draw, Point, Points, flashinfer, moved
 from cairn.ops.registry import BenchSource
 
 

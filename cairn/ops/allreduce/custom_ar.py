@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops.allreduce.symmetric import SymmetricAllReduce, object_of
-from cairn.ops.checks import check_least, refuse
+from cairn.ops.checks import check_min, refuse
 
 META_BYTES = 16
 """Size of the signal buffer that callers may allocate; it is not used."""
@@ -119,7 +119,7 @@ def deterministic_all_reduce_unreg(fa: int, inp: Tensor, reg_buffer: Any, out: T
 
 def allocate_meta_buffer(size: int) -> Tensor:
     """Zeros [size] uint8, on the GPU if there is one. Raises BadArgument for a negative size."""
-    check_least("allocate_meta_buffer", "size", size, 0)
+    check_min("allocate_meta_buffer", "size", size, 0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.zeros(size, dtype=torch.uint8, device=device)
 

@@ -46,13 +46,13 @@ class SymmetricAllReduce:
 
     Args:
         group: a torch.distributed process group; None: the default one.
-        most_bytes: size of the buffer.
+        max_bytes: size of the buffer.
 
     Raises:
         BadArgument: there is no process group.
     """
 
-    def __init__(self, group: Any = None, most_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, group: Any = None, max_bytes: int = MAX_BYTES) -> None:
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
@@ -62,18 +62,18 @@ class SymmetricAllReduce:
             )
         self.group: Any = dist.group.WORLD if group is None else group
         self.ranks = dist.get_world_size(self.group)
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         self._buffer: Tensor | None = None
         if torch.cuda.is_available() and dist.get_backend(self.group) == "nccl":
-            self._buffer = self._shared(most_bytes)
+            self._buffer = self._shared(max_bytes)
 
-    def _shared(self, most_bytes: int) -> Tensor | None:
-        """The buffer [most_bytes] uint8; None where ranks cannot map each other's memory."""
+    def _shared(self, max_bytes: int) -> Tensor | None:
+        """The buffer [max_bytes] uint8; None where ranks cannot map each other's memory."""
         import torch.distributed._symmetric_memory as symmetric
 
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            buffer: Tensor = symmetric.empty(most_bytes, dtype=torch.uint8, device=device)
+            buffer: Tensor = symmetric.empty(max_bytes, dtype=torch.uint8, device=device)
             symmetric.rendezvous(buffer, self.group)
         except RuntimeError as error:
             log.info("no symmetric memory, sums go through NCCL: %s", error)
@@ -94,7 +94,7 @@ class SymmetricAllReduce:
         size = inp.nbytes
         if not inp.is_cuda:
             out.copy_(sum_of_ranks(self._gathered(inp)))
-        elif self._buffer is None or size > self.most_bytes or size % ALIGNED:
+        elif self._buffer is None or size > self.max_bytes or size % ALIGNED:
             self._by_group(inp, out)
         else:
             self._by_memory(inp, out, self._buffer[:size].view(inp.dtype))

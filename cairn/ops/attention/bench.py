@@ -9,7 +9,7 @@ from cairn.ops.attention.cutlass_mla_decode import LATENT, ROPE, cutlass_mla_dec
 from cairn.ops.attention.dense_attention import dense_attention
 from cairn.ops.attention.merge_states import merge_states
 from cairn.ops.attention.window_attention import window_attention
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 
 
 @cutlass_mla_decode.bench

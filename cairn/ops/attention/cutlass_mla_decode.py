@@ -121,7 +121,7 @@ def _(call: Call) -> Tensor:
     values, rest = lines_of(*_parts(cache, latent), _BLOCK, math.inf)
     columns = -(-heads // _BLOCK)
     blocks = -(-call.page_table.shape[1] * cache.shape[1] // _BLOCK)
-    most = max(1, min(blocks // _MIN_BLOCKS, TUNING.most_splits))
+    most = max(1, min(blocks // _MIN_BLOCKS, TUNING.max_splits))
     splits = launch.whole_waves(columns * batch, gpu.sm_count(cache.device), most)
     part_o, part_lse = _parts_of(out, splits)
     latent_groups_kernel[(columns, splits, batch)](
@@ -183,7 +183,7 @@ def _(call: Call) -> Tensor:
     columns = -(-heads // lines)
     blocks = -(-call.page_table.shape[1] * cache.shape[1] // keys)
     wanted = -(-_PROGRAMS // (columns * batch))
-    splits = max(1, min(blocks // _MIN_BLOCKS, wanted, TUNING.most_splits))
+    splits = max(1, min(blocks // _MIN_BLOCKS, wanted, TUNING.max_splits))
     part_o, part_lse = _parts_of(out, splits)
     padded = [max(16, gpu.next_power_of_2(width)) for width in (latent, call.q_pe.shape[2])]
     latent_split_kernel[(splits, columns, batch)](

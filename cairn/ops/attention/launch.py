@@ -224,7 +224,7 @@ def _tile_splits(task: Task, programs: int) -> int:
     the host does not know the lengths, because rows may be short and splits need a merge."""
     if task.window or task.segments is None:
         return 1
-    most = max(1, min(TUNING.most_tile_splits, TUNING.tile_waves[task.width > 64] // programs))
+    most = max(1, min(TUNING.max_tile_splits, TUNING.tile_waves[task.width > 64] // programs))
     blocks = task.known_blocks
     merged = 8 * task.q.numel() / TUNING.merge_rate
 
@@ -254,7 +254,7 @@ def splits_of(task: Task, programs: int = 0) -> int:
     """Splits per token for about `programs` programs in all; 0: as many as fill a large device."""
     programs = programs or TUNING.programs
     lines = task.q.shape[0] * task.k_cache.shape[1]
-    return max(1, min(task.blocks, -(-programs // lines), TUNING.most_splits))
+    return max(1, min(task.blocks, -(-programs // lines), TUNING.max_splits))
 
 
 def _splits(task: Task) -> int:
@@ -262,7 +262,7 @@ def _splits(task: Task) -> int:
     if task.window:
         return splits_of(task)
     lines = task.q.shape[0] * task.k_cache.shape[1]
-    return whole_waves(lines, task.wave, min(task.blocks, TUNING.most_splits))
+    return whole_waves(lines, task.wave, min(task.blocks, TUNING.max_splits))
 
 
 def reading_wave(device: torch.device, width: int) -> int:
@@ -280,7 +280,7 @@ def whole_waves(lines: int, wave: int, most: int) -> int:
         return min(TUNING.full, programs / (-(-programs // wave) * wave))
 
     return max(
-        (max(1, min(n * wave // lines, most)) for n in range(1, TUNING.most_waves + 1)), key=fill
+        (max(1, min(n * wave // lines, most)) for n in range(1, TUNING.max_waves + 1)), key=fill
     )
 
 

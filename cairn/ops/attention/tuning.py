@@ -23,17 +23,17 @@ class AttentionTuning(Tuning):
     wide_light_wave: int = 396
     """Programs per wave if each has few bytes in flight: all that run at once, for narrow heads and
     for heads wider than 64."""
-    most_waves: int = 4
+    max_waves: int = 4
     full: float = 0.75
     """Least utilisation of waves, where possible: one wave this full takes no longer than several
     full ones."""
     stages: int = 5
     """Pipeline stages; half of them hold keys and values in flight, the others page ids."""
-    most_splits: int = 128
+    max_splits: int = 128
     tile_waves: tuple[int, int] = (264, 132)
     """Tile programs that a large device runs at once, for heads up to 64 and for wider ones."""
     tile_blocks: int = 8
-    most_tile_splits: int = 16
+    max_tile_splits: int = 16
     """Fewest blocks of keys per split of a tile, and most splits."""
     block_seconds: float = 1.4e-6
     merge_seconds: float = 4e-6

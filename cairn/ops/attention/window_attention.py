@@ -9,7 +9,7 @@ from cairn.ops import cpu, gpu
 from cairn.ops.attention import launch, on_cpu, paging
 from cairn.ops.attention import tiles as tiling
 from cairn.ops.call import Call
-from cairn.ops.checks import check_caches, check_dtype, check_least, check_queries, check_slots
+from cairn.ops.checks import check_caches, check_dtype, check_min, check_queries, check_slots
 from cairn.ops.cpu import amx
 from cairn.ops.registry import op
 
@@ -90,7 +90,7 @@ def _(call: Call) -> None:
     _, kv_heads, _, dim = check_caches(name, call.k_cache, call.v_cache, call.q)
     tokens, _ = check_queries(name, "q", call.q, kv_heads, dim)
     check_slots(name, tokens, call.row, call.slot, call.page_table, call.q)
-    check_least(name, "window", call.window, 1)
+    check_min(name, "window", call.window, 1)
     check_dtype(name, call.dtype)
 
 

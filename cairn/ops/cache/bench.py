@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.cache.cases import _arguments, frames_of
 from cairn.ops.cache.decode_slots import LINES, decode_slots
 from cairn.ops.cache.resolve_frames import resolve_frames

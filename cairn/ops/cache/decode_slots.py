@@ -10,7 +10,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.cache.kernels import decode_slots_kernel
 from cairn.ops.call import Call
-from cairn.ops.checks import INT32, INT64, check_least, expect, refuse
+from cairn.ops.checks import INT32, INT64, check_min, expect, refuse
 from cairn.ops.pdl import pdl_option
 from cairn.ops.registry import op
 
@@ -122,7 +122,7 @@ def _(call: Call) -> None:
     needed = num_rows * (1 + call.windowed)
     if call.tables.shape[0] < needed:
         refuse(name, "tables", f"has {call.tables.shape[0]} rows, not {needed} or more")
-    check_least(name, "page_size", call.page_size, 1 if call.landmark_id is None else 2)
+    check_min(name, "page_size", call.page_size, 1 if call.landmark_id is None else 2)
 
 
 @decode_slots.implementation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.compress.compress_windows import compress_windows
 from cairn.ops.compress.norm_rope_tail import norm_rope_tail
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.flash_attn.append_kv import append_kv
 from cairn.ops.flash_attn.flash_attention import flash_attention
 

@@ -285,7 +285,7 @@ def flops_of(task: Task) -> float:
 
 def _splits(task: Task, tiles: Tiles, programs: int) -> int:
     """Number of splits of the keys."""
-    most = max(1, min(-(-task.longest // tiles.keys) // 2, TUNING.most_splits))
+    most = max(1, min(-(-task.longest // tiles.keys) // 2, TUNING.max_splits))
     if not tiles.few:
         return min(-(-TUNING.programs // programs), most)
     width = tiles.key_width * tiles.joint

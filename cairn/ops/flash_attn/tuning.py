@@ -17,7 +17,7 @@ class FlashAttnTuning(Tuning):
     """The same for programs of few lines of wide heads where each has little on its way."""
     narrow: int = 64
     """Widest heads of which three programs of 64 lines share a multiprocessor."""
-    most_splits: int = 128
+    max_splits: int = 128
     paired: int = 64
     """Lines of a tile of narrow heads from which on its keys come in pairs of blocks; twice as many
     of wider ones."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.flash_mla.flash_mla_sparse_fwd import flash_mla_sparse_fwd
 from cairn.ops.flash_mla.flash_mla_with_kvcache import flash_mla
 from cairn.ops.sparse_mla.samples import is_tiny, sizes_of

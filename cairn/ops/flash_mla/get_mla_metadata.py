@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.checks import INDICES, check_least, expect
+from cairn.ops.checks import INDICES, check_min, expect
 
 NAME = "get_mla_metadata"
 NUMBERS = 8
@@ -34,8 +34,8 @@ def get_mla_metadata(
         BadArgument: for another shape or dtype, or a count below 1.
     """
     expect(NAME, "cache_seqlens", cache_seqlens, 1, INDICES)
-    check_least(NAME, "num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1)
-    check_least(NAME, "num_heads_k", num_heads_k, 1)
+    check_min(NAME, "num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1)
+    check_min(NAME, "num_heads_k", num_heads_k, 1)
     device = cache_seqlens.device
     parts = torch.zeros((1, NUMBERS), dtype=torch.int32, device=device)
     return parts, torch.arange(len(cache_seqlens) + 1, dtype=torch.int32, device=device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.gguf.ggml import (
     ggml_dequantize,
     ggml_moe_a8,

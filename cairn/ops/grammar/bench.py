@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.grammar.apply_token_bitmask_inplace_cuda import BITS, mask_tokens
 
 

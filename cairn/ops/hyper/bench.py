@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.hyper.mhc_head import mhc_head
 from cairn.ops.hyper.mhc_post import mhc_post
 from cairn.ops.hyper.mhc_pre import mhc_pre

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOAT32, FLOATS, check_least, expect
+from cairn.ops.checks import FLOAT32, FLOATS, check_min, expect
 from cairn.ops.hyper import launch
 from cairn.ops.registry import op
 
@@ -90,7 +90,7 @@ def _(call: Call) -> None:
     count = call.streams.shape[1]
     check_streams(NAME, call.streams, call.fn, call.base, (2 + count) * count)
     expect(NAME, "scale", call.scale, (3,), FLOAT32, call.streams)
-    check_least(NAME, "iterations", call.iterations, 1)
+    check_min(NAME, "iterations", call.iterations, 1)
 
 
 @mhc_pre.implementation(

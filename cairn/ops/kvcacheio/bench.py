@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.checks import INT64
 from cairn.ops.kvcacheio.copy_slots import copy_slots
 from cairn.ops.kvcacheio.ring_read import ring_read

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cairn.ops.checks import expect, expect_within, on_host, refuse
+from cairn.ops.graph_break import with_graph_break
 from cairn.ops.kvcacheio.copy_slots import TABLE, WORD, copy_slots
 from cairn.ops.kvcacheio.layout import Layout
-from cairn.ops.untraced import untraced
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def copy(
         *(items.size, items.count, items.first, list(src.layout), list(dst.layout)),
     )
     if src.tables or dst.tables:
-        untraced(copy_slots, *args)
+        with_graph_break(copy_slots, *args)
     else:
         copy_slots(*args)
 

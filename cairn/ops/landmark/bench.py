@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.landmark.blend_window import blend_window
 from cairn.ops.landmark.framed_attention import framed_attention
 from cairn.ops.landmark.landmark_attention import landmark_attention

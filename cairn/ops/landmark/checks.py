@@ -9,7 +9,7 @@ from cairn.ops.checks import (
     FLOATS,
     INT64,
     check_cache,
-    check_least,
+    check_min,
     check_queries,
     expect,
     refuse,
@@ -21,8 +21,8 @@ def check_rule(op: str, window: int, topk: int, strategy: str, least: int = 1) -
     """Raise BadArgument for an unknown strategy, a window below `least`, or a topk below 1."""
     if strategy not in STRATEGIES:
         refuse(op, "strategy", f"is {strategy!r}", f"It is one of {', '.join(STRATEGIES)}")
-    check_least(op, "window", window, least)
-    check_least(op, "topk", topk, 1)
+    check_min(op, "window", window, least)
+    check_min(op, "topk", topk, 1)
 
 
 def check_summaries(

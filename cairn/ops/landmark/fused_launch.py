@@ -313,7 +313,7 @@ def _whole(
         PARTS=gpu.next_power_of_2(plan.parts),
         AHEAD=pages.ahead,
         SOFTMAX1=softmax1,
-        APART=grid_barrier.APART,
+        APART=grid_barrier.STRIDE,
         num_warps=4,
         num_stages=TUNING.fused_stages,
         maxnreg=TUNING.fused_registers,

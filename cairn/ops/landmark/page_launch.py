@@ -136,7 +136,7 @@ def attend_few(job: Pages) -> Tensor:
         ROWS=max(16, job.group),
         EACH=gpu.next_power_of_2(each),
         AHEAD=job.ahead,
-        APART=grid_barrier.APART,
+        APART=grid_barrier.STRIDE,
         PDL=pdl,
         num_warps=job.warps,
         num_stages=2,

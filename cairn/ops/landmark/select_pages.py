@@ -8,7 +8,7 @@ from torch import Tensor
 from cairn.ops import cpu, gpu
 from cairn.ops.attention import paging
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOAT32, FLOATS, check_least, check_slots, expect
+from cairn.ops.checks import FLOAT32, FLOATS, check_min, check_slots, expect
 from cairn.ops.landmark import loops, select_cpu, select_launch
 from cairn.ops.landmark.checks import check_rule, check_summaries
 from cairn.ops.landmark.select_task import NO_PAGE, candidate_pages, store, task_of
@@ -95,7 +95,7 @@ def select_pages(
 def _(call: Call) -> None:
     name = "select_pages"
     check_rule(name, call.window, call.topk, call.strategy, 1 if call.strategy == "hils" else 0)
-    check_least(name, "page_size", call.page_size, 1)
+    check_min(name, "page_size", call.page_size, 1)
     expect(name, "lmk_q", call.lmk_q, 3, FLOATS)
     check_summaries(
         name,

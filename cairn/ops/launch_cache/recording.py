@@ -100,7 +100,7 @@ class _Piece:
     """An allocation made during a call.
 
     Attributes:
-        take: function that allocates it.
+        allocate: function that allocates it.
         blank: whether it is uninitialised.
         shape, dtype: of the tensor, which is contiguous.
         start: its address.
@@ -108,7 +108,7 @@ class _Piece:
         last: index of the last step that uses it.
     """
 
-    take: Callable[[], Tensor]
+    allocate: Callable[[], Tensor]
     blank: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -192,30 +192,30 @@ class Recording:
         # A weak reference keeps the storage's id from being reused; the memory itself may be freed.
         self._storages: list[StorageWeakRef] = []
         self._steps: list[_Step] = []
-        self._spoiled = False
+        self._unreplayable = False
 
-    def spoiled(self) -> None:
+    def not_replayable(self) -> None:
         """Report that the call did something that a plan cannot repeat."""
-        self._spoiled = True
+        self._unreplayable = True
 
-    def took(self, tensor: Tensor, take: Callable[[], Tensor], blank: bool) -> None:
+    def allocated(self, tensor: Tensor, allocate: Callable[[], Tensor], blank: bool) -> None:
         """Report an allocation; blank: it is uninitialised."""
-        if self._spoiled:
+        if self._unreplayable:
             return
         storage = StorageWeakRef(tensor.untyped_storage())
         self._storages.append(storage)
         self._made[storage.cdata] = len(self._pieces)
-        self._pieces.append(_Piece(take, blank, tensor.shape, tensor.dtype, tensor.data_ptr()))
+        self._pieces.append(_Piece(allocate, blank, tensor.shape, tensor.dtype, tensor.data_ptr()))
 
     def launched(self, kernel: Any, compiled: Any, grid: Any, args: Sequence[Any]) -> None:
         """Report a launch of a kernel with these arguments, for which Triton ran `compiled`."""
-        if self._spoiled:
+        if self._unreplayable:
             return
         found = None
         if not callable(grid) and len(args) == len(kernel.arg_names):
             found = gpu.relaunch(compiled, grid, args)
         if found is None:
-            self._spoiled = True
+            self._unreplayable = True
             return
         run, given = found
         step = _Step(run)
@@ -227,7 +227,7 @@ class Recording:
         parts = result if isinstance(result, tuple) else () if result is None else (result,)
         sources = [source for source in map(self._source, parts) if source is not None]
         # A call without launches may have done its work by other means.
-        if self._spoiled or len(sources) < len(parts) or not self._steps:
+        if self._unreplayable or len(sources) < len(parts) or not self._steps:
             return None
         shared = self._share({-1 - source for source in sources})
         single = isinstance(result, Tensor)
@@ -250,8 +250,8 @@ class Recording:
             return None
         for step in self._steps:
             step.pieces = [number for number in step.pieces if number not in parts]
-        take = gpu.allocator((size,), (1,), torch.uint8, self._call.tensors[0].device)
-        return _Shared(take, list(parts.values()))
+        allocate = gpu.allocator((size,), (1,), torch.uint8, self._call.tensors[0].device)
+        return _Shared(allocate, list(parts.values()))
 
     def _source(self, result: Any) -> int | None:
         """Index i of the argument that a result is, or -1 - i for piece i."""
@@ -310,7 +310,7 @@ class Recording:
             and start <= at < start + _extent(tensor)
         }
         if len(found) != 1:
-            self._spoiled = True
+            self._unreplayable = True
             return 0, at
         ((start, number),) = found.items()
         return number, start
@@ -331,11 +331,11 @@ class _Shared(NamedTuple):
     """The shared allocation of small pieces.
 
     Attributes:
-        take: function that allocates it.
+        allocate: function that allocates it.
         parts: (slot, offset in bytes) of each piece.
     """
 
-    take: Callable[[], Tensor]
+    allocate: Callable[[], Tensor]
     parts: list[tuple[int, int]]
 
 
@@ -365,14 +365,14 @@ class Plan:
         slots[: len(call.addresses) + 1] = (*call.addresses, stream)
         memory: dict[int, Tensor] = {}
         if self._shared is not None:
-            together = self._shared.take()
+            together = self._shared.allocate()
             start = together.data_ptr()
             for slot, offset in self._shared.parts:
                 slots[slot] = start + offset
         for pieces, views, tables, run, pick, free in self._steps:
             for number in pieces:
                 piece = self._pieces[number]
-                memory[number] = taken = piece.take()
+                memory[number] = taken = piece.allocate()
                 slots[piece.slot] = taken.data_ptr()
             for slot, base, offset in views:
                 slots[slot] = slots[base] + offset
@@ -382,12 +382,12 @@ class Plan:
             for number in free:
                 del memory[number]
         for number in self._rest:
-            memory[number] = self._pieces[number].take()
+            memory[number] = self._pieces[number].allocate()
         results = [call.tensors[s] if s >= 0 else memory[-1 - s] for s in self._sources]
         return results[0] if self._single else tuple(results) if results else None
 
 
-def spoil() -> None:
+def mark_not_replayable() -> None:
     """Mark this thread's recording as not replayable, before work other than a launch."""
     if gpu.watch.observer is not None:
-        gpu.watch.observer.spoiled()
+        gpu.watch.observer.not_replayable()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.linear.dsv3_gemms import dsv3_fused_a_gemm, dsv3_router_gemm
 from cairn.ops.linear.fp8_blockwise_scaled_mm import fp8_blockwise_scaled_mm
 from cairn.ops.linear.gated_linear import gated_linear

@@ -12,7 +12,7 @@ from cairn.ops.linear.linear import linear
 from cairn.ops.registry import op
 
 
-@op(spellings={"output": "out"})
+@op(aliases={"output": "out"})
 def dsv3_fused_a_gemm(mat_a: Tensor, mat_b: Tensor, out: Tensor | None = None) -> Tensor:
     """mat_a @ mat_b, in float32, rounded once: the projections q_a and kv_a in one product.
 

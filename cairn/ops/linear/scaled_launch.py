@@ -63,8 +63,8 @@ def accepts(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def multiplies_codes(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether kernels multiply rows x, in 16 bits, with codes of a dtype on tensor cores."""
+def supports_8bit_gemm(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether tensor cores multiply 16-bit rows x with quantized values of an 8-bit dtype."""
     fast = gpu.AVAILABLE and x.is_cuda and x.dtype != torch.float32
     return fast and (dtype == torch.int8 or gpu.supports_e4m3(x.device))
 

@@ -21,7 +21,7 @@ FEWEST, MOST = skinny_gemm.TILE_TOKENS + 1, 128
 GATED_ROWS = SPLIT_ROWS = 64
 
 
-def sums_in_norm(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def linear_fuses_norm(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the norm after a residual addition is fused with the product before it (which leaves
     split-K parts); otherwise it is fused with the next product."""
     return (

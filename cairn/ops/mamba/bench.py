@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.mamba.cases import mixed_inputs
 from cairn.ops.mamba.causal_conv1d_cpu import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
 from cairn.ops.mamba.causal_conv1d_fwd import causal_conv1d_fwd

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOATS, INT32, check_least, expect, expect_within
+from cairn.ops.checks import FLOATS, INT32, check_min, expect, expect_within
 from cairn.ops.mamba import convolution, launch, segments
 from cairn.ops.mamba.recurrence import FEW
 from cairn.ops.registry import op
@@ -74,7 +74,7 @@ def expect_rows(op: str, call: Call, held: int, tokens: int) -> None:
         expect(op, name, given, (count,), INT32, call.starts)
         expect_within(op, name, given, held, None)
     expect(op, "has_initial_state", call.has_initial_state, (count,), (torch.bool,), call.starts)
-    check_least(op, "longest", call.longest, 0)
+    check_min(op, "longest", call.longest, 0)
 
 
 @causal_conv1d_rows.implementation("triton", devices=gpu.DEVICES, replayed=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOATS, check_least, expect, refuse
+from cairn.ops.checks import FLOATS, check_min, expect, refuse
 from cairn.ops.mamba.kernels.split import split_kernel
 from cairn.ops.mamba.launch import in_order
 from cairn.ops.registry import op
@@ -86,7 +86,7 @@ def _expect(
 ) -> None:
     words = ("num_heads_qk", "num_heads_v", "head_qk", "head_v")
     for word, number in zip(words, (*heads, *dims), strict=True):
-        check_least(name, word, number, 1)
+        check_min(name, word, number, 1)
     if heads[1] % heads[0]:
         refuse(name, "num_heads_v", f"is {heads[1]}, not a multiple of {heads[0]}")
     columns = 2 * (heads[0] * dims[0] + heads[1] * dims[1])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.checks import INT64, check_least, expect
+from cairn.ops.checks import INT64, check_min, expect
 from cairn.ops.mamba.kernels.rows import ragged_rows_kernel
 from cairn.ops.registry import op
 
@@ -55,7 +55,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def _(call: Call) -> None:
     expect("ragged_rows", "row", call.row, 1, INT64)
     expect("ragged_rows", "slot", call.slot, call.row.shape, INT64, call.row)
-    check_least("ragged_rows", "most", call.most, 1)
+    check_min("ragged_rows", "most", call.most, 1)
 
 
 @ragged_rows.implementation("triton", devices=gpu.DEVICES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cairn.ops.benching import Draw
+from cairn.ops.bench_points import Draw
 
 
 @dataclass(frozen=True)

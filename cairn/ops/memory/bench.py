@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.memory.set_kv_buffer_kernel import set_kv_buffer_kernel
 from cairn.ops.memory.take_rows import take_rows
 

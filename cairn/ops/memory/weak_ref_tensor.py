@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cairn.ops.checks import refuse
+from cairn.ops.graph_break import with_graph_break
 from cairn.ops.memory.addresses import tensor_at
-from cairn.ops.untraced import untraced
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def weak_ref_tensor(tensor: T) -> T:
         refuse("weak_ref_tensor", "tensor", "is not what its memory holds", "Resolve it first")
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         refuse("weak_ref_tensor", "tensor", f"is a {type(tensor).__name__}")
-    return cast(T, untraced(_over_the_same, tensor.detach()))
+    return cast(T, with_graph_break(_over_the_same, tensor.detach()))
 
 
 def _over_the_same(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
 from cairn.ops.moe.cases import aligned_inputs, prepared_inputs
 from cairn.ops.moe.cutlass_w4a8 import cutlass_w4a8_moe_mm, get_cutlass_w4a8_moe_mm_data

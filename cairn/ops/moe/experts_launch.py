@@ -69,9 +69,9 @@ class Rows:
     single: bool = False
 
 
-def multiplies_fp8(x: Tensor, block: tuple[int, int]) -> bool:
-    """Whether the kernels multiply 16-bit rows x with e4m3 matrices of this block size on tensor
-    cores."""
+def supports_fp8_experts(x: Tensor, block: tuple[int, int]) -> bool:
+    """Whether tensor cores multiply 16-bit rows x with e4m3 experts quantized in blocks of this
+    size."""
     fast = gpu.AVAILABLE and gpu.supports_e4m3(x.device) and x.dtype != torch.float32
     return fast and block == (GROUP, GROUP)
 

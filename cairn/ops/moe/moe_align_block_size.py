@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.checks import INDICES, INT32, check_least, expect, expect_within, refuse
+from cairn.ops.checks import INDICES, INT32, check_min, expect, expect_within, refuse
 from cairn.ops.moe import align_launch
 from cairn.ops.registry import op
 
@@ -67,8 +67,8 @@ def moe_align_block_size(
 @moe_align_block_size.check
 def _(call: Call) -> None:
     expect(NAME, "topk_ids", call.topk_ids, 2, INDICES)
-    check_least(NAME, "num_experts", call.num_experts, 1)
-    check_least(NAME, "block_size", call.block_size, 1)
+    check_min(NAME, "num_experts", call.num_experts, 1)
+    check_min(NAME, "block_size", call.block_size, 1)
     expect_within(NAME, "topk_ids", call.topk_ids, call.num_experts - 1, -1)
     expect(NAME, "sorted_token_ids", call.sorted_token_ids, 1, INT32, call.topk_ids)
     expect(NAME, "experts_ids", call.experts_ids, 1, INT32, call.topk_ids)

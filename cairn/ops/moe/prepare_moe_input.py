@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.checks import INDICES, INT32, check_least, expect
+from cairn.ops.checks import INDICES, INT32, check_min, expect
 from cairn.ops.moe import align_launch
 from cairn.ops.moe.align_launch import SCALES
 from cairn.ops.registry import op
@@ -77,7 +77,7 @@ def _offsets(count: Tensor, out: Tensor) -> None:
 def _(call: Call) -> None:
     expect(NAME, "topk_ids", call.topk_ids, 2, INDICES)
     for name, number in (("num_experts", call.num_experts), ("n", call.n), ("k", call.k)):
-        check_least(NAME, name, number, 1)
+        check_min(NAME, name, number, 1)
     pairs, ends = (call.topk_ids.numel(),), (call.num_experts + 1,)
     expect(NAME, "expert_offsets", call.expert_offsets, ends, INT32, call.topk_ids)
     expect(NAME, "problem_sizes1", call.problem_sizes1, (call.num_experts, 3), INT32, call.topk_ids)

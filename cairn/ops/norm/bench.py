@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, flashinfer, moved
 from cairn.ops.norm.fused_add_layernorm import fused_add_layernorm
 from cairn.ops.norm.fused_add_rmsnorm import fused_add_rmsnorm
 from cairn.ops.norm.fused_inplace_qknorm import fused_inplace_qknorm

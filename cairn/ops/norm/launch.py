@@ -69,8 +69,8 @@ def both_in_rows(call: Call) -> bool:
     return rows_of(call.input) is not None and rows_of(call.residual) is not None
 
 
-def norms_sums(x: Tensor) -> bool:
-    """Whether one kernel adds rows x to a residual stream and norms the sum."""
+def fuses_add_norm(x: Tensor) -> bool:
+    """Whether adding rows x to the residual stream and normalizing the sum is one kernel."""
     return gpu.AVAILABLE and x.is_cuda
 
 

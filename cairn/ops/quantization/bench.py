@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.quantization.per_token_quant_int8 import per_token_quant_int8
 from cairn.ops.quantization.scaled_fp4_experts_quant import scaled_fp4_experts_quant

@@ -15,7 +15,7 @@ from cairn.ops.registry import op
 BYTES = torch.uint8
 
 
-@op(mutates=("output_q", "output_s"), spellings={"int8_min": "fp8_min", "int8_max": "fp8_max"})
+@op(mutates=("output_q", "output_s"), aliases={"int8_min": "fp8_min", "int8_max": "fp8_max"})
 def sgl_per_token_group_quant_8bit(
     input: Tensor,
     output_q: Tensor,

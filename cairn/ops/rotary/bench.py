@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.norm.rmsnorm import rmsnorm
 from cairn.ops.rotary import launch
 from cairn.ops.rotary.apply_rope_with_cos_sin_cache_inplace import rotary_set_kv

@@ -1,4 +1,4 @@
-"""Per-request additions to single logits."""
+"""Logit bias: per-request additions to single logits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _entries(call: Call) -> bool:
 
 @apply_logit_bias.implementation("triton", devices=gpu.DEVICES, when=_entries, replayed=True)
 def _(call: Call) -> None:
-    """One atomic addition per entry; torch would sort the entries."""
+    """One atomic addition per entry; torch's index_put_ sorts the entries."""
     count = len(call.bias)
     if count:
         bias_kernel[(-(-count // BLOCK),)](

@@ -33,9 +33,9 @@ def apply_penalties(
 ) -> None:
     """Penalise logits in place, with vLLM's semantics and order.
 
-    First repetition (Keskar et al. 2019, section 4.1): tokens of the prompt or the output have
-    positive logits divided, others multiplied by it. Then, for tokens of the output only, logit -=
-    frequency * count + presence * (count > 0), as in OpenAI's API.
+    First repetition (Keskar et al. 2019, section 4.1): positive logits of tokens in the prompt or
+    the output are divided by it, the other logits of such tokens multiplied. Then, for tokens of
+    the output only, logit -= frequency * count + presence * (count > 0), as in OpenAI's API.
 
     Args:
         logits: [B, V] float32.
@@ -76,8 +76,8 @@ def _(call: Call) -> None:
     rows, width = call.logits.shape
     if rows and width:
         strides = (call.logits.stride(0), call.prompt_mask.stride(0), call.output_counts.stride(0))
-        # All three tensors share one alignment offset per row: align by what their strides differ
-        # in.
+        # All three tensors have the same alignment offset in a row: align to the gcd of the
+        # differences of their strides.
         align = math.gcd(ALIGNED, *(stride - strides[0] for stride in strides))
         longest = width + align - 1
         pdl = uses_pdl(call.logits.device, rows, -(-longest // PDL_BLOCK) * WARPS)

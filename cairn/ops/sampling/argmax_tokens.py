@@ -1,4 +1,4 @@
-"""The most likely token of every row."""
+"""Greedy choice of a token per row."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, flashinfer, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, flashinfer, moved
 from cairn.ops.sampling.apply_logit_bias import apply_logit_bias
 from cairn.ops.sampling.apply_penalties import apply_penalties
 from cairn.ops.sampling.argmax_tokens import argmax_tokens

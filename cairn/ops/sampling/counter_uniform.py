@@ -1,4 +1,4 @@
-"""Random numbers without state: the n-th number of a seed is a function of both."""
+"""Counter-based random numbers: each number is a function of a seed and an index."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def counter_uniform(seed: Tensor, index: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical right shift of int64; torch's own keeps the sign."""
+    """Logical right shift of int64 (torch's shift is arithmetic)."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 

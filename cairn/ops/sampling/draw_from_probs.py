@@ -1,4 +1,4 @@
-"""Draw tokens from rows of probabilities, with or without filters."""
+"""Sampling from rows of probabilities, with optional filters."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def draw_from_probs(
     indices: Tensor | None = None,
     joint: bool = False,
 ) -> Tensor:
-    """The first token, in vocabulary order, whose running kept mass exceeds uniform * (kept mass).
+    """Inverse transform sampling: the first token, in vocabulary order, at which the cumulative sum
+    of the filtered probabilities exceeds uniform * (their sum).
 
-    Sums are in float64. A token without mass is never drawn; a row whose mass is zero, infinite or
-    NaN gives -1.
+    Sums are in float64. Tokens of probability 0 are never drawn. Rows whose sum is zero, infinite
+    or NaN give -1.
 
     Args:
         probs: [B, V] float32 >= 0, not necessarily normalised.
@@ -55,8 +56,8 @@ def draw_from_probs(
 
 
 def _first_above(running: Tensor, row: Tensor, bound: Tensor) -> Tensor:
-    """First index at which each row [N] of the ascending running [B, V] exceeds bound [N]: by
-    bisection, because there may be far more draws than rows, too many to copy a row for each."""
+    """First index at which the cumulative sums running[row] exceed bound; row, bound [N], running
+    [B, V]. Bisection: copying a row for each of N >> B draws would take too much memory."""
     low = torch.zeros_like(row)
     high = torch.full_like(row, running.shape[1])
     for _ in range(running.shape[1].bit_length()):
@@ -101,7 +102,7 @@ def _accepts(call: Call) -> bool:
 
 @draw_from_probs.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(call: Call) -> Tensor:
-    """Thresholds are searched for among the weights that can matter; nothing is sorted."""
+    """Search the filters' thresholds instead of sorting rows."""
     filters = launch.Filters(call.top_k, call.top_p, call.min_p, call.joint)
     if call.indices is None:
         return launch.draw(launch.Source(call.probs), filters, None, call.uniform, torch.int32)

@@ -26,15 +26,15 @@ def draw_tokens(
     seed: Tensor,
     index: Tensor,
 ) -> Tensor:
-    """softmax(logits / temperature), top-k, top-p, min-p, then one draw; or the largest logit.
+    """Sample one token per row: softmax(logits / temperature), top-k, top-p, min-p, then a draw; or
+    the largest logit at temperature 0.
 
-    A row's token depends on the row only: other rows, and their number, do not even change the
-    rounding.
+    The result of a row does not depend on the other rows or their number, not even in rounding.
 
     Args:
         logits: [n, V] float32.
-        temperature: [n] float32, 0 or normal numbers > 0; 0: `argmax_tokens`, ignoring the other
-            parameters.
+        temperature: [n] float32, 0 or a normal number > 0; 0: `argmax_tokens`, which ignores the
+            other parameters.
         top_k, top_p, min_p: [n], as in top_k_renorm_probs, top_p_renorm_probs and
             min_p_renorm_probs.
         seed, index: [n] int64, as in counter_uniform.
@@ -70,7 +70,7 @@ def _rows(call: Call) -> bool:
 
 @draw_tokens.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
 def _(call: Call) -> Tensor:
-    """Thresholds are searched for among the weights that can matter; nothing is sorted."""
+    """Search the filters' thresholds instead of sorting rows."""
     source = launch.Source(call.logits, softmax=True, temperature=call.temperature)
     filters = launch.Filters(call.top_k, call.top_p, call.min_p)
     return launch.draw(source, filters, call.seed, call.index, torch.int64)

@@ -20,35 +20,35 @@ from cairn.ops.sampling.tuning import TUNING
 MAX_VOCABULARY = 1 << 19
 """Counts of a row are packed into 20 bits."""
 MAX_ROWS = gpu.MAX_GRID_YZ
-"""Rows of one launch."""
+"""Most rows per launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """What is kept of every row, as in the ops of these names; None: all."""
+    """Filters of the rows, [n] each, as in the ops of these names; None: no filter."""
 
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None
     joint: bool = False
-    """Whether top-p looks at what all tokens have, not at what the top k have among themselves."""
+    """Whether top-p uses the probabilities before top-k instead of those renormalised after it."""
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """The kernels' arguments."""
+        """Kernel arguments."""
         return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
     @property
     def none(self) -> bool:
-        """Whether all is kept."""
+        """Whether there is no filter."""
         return all(tensor is None for tensor in self.tensors().values())
 
     def part(self, at: slice) -> Filters:
-        """The same for some of the rows."""
+        """The filters of some of the rows."""
         own = {name: None if t is None else t[at] for name, t in self.tensors().items()}
         return Filters(**own, joint=self.joint)
 
     def share(self, softmax: bool) -> int:
-        """SHARE of `kernels.limit`: probabilities are taken as they are, not by their sum."""
+        """Argument SHARE of `kernels.limit`, for logits (softmax) or probabilities."""
         if softmax:
             return 1 if self.joint else 2
         return 0 if self.joint or self.top_k is None else 2
@@ -56,12 +56,12 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Rows to filter and to draw from.
+    """Rows to filter and to sample from.
 
     Attributes:
-        values: [n, V] float32, logits in half precision too, rows of any stride.
-        softmax: whether they are logits, else probabilities.
-        temperature: [n] float32, of logits; None: 1.
+        values: [n, V] float32, logits also in half precision; any row stride.
+        softmax: whether values are logits; otherwise they are probabilities.
+        temperature: [n] float32, for logits; None: 1.
     """
 
     values: Tensor
@@ -70,12 +70,12 @@ class Source:
 
     @property
     def chunk(self) -> int:
-        """Elements of a chunk."""
-        return max(TUNING.least_chunk, gpu.next_power_of_2(self.values.shape[1]) // TUNING.chunks)
+        """Elements per chunk."""
+        return max(TUNING.min_chunk, gpu.next_power_of_2(self.values.shape[1]) // TUNING.chunks)
 
     @property
     def chunks(self) -> int:
-        """Chunks of a row."""
+        """Chunks per row."""
         return -(-self.values.shape[1] // self.chunk)
 
     @property
@@ -85,17 +85,17 @@ class Source:
 
     @property
     def rows(self) -> dict[str, Any]:
-        """Arguments of all kernels that read the rows."""
+        """Common arguments of the kernels that read the rows."""
         stride, width = self.values.stride(0), self.values.shape[1]
         return {"x": self.values, "stride": stride, "width": width, "PDL": self.pdl}
 
     @property
-    def most_rows(self) -> int:
-        """As many rows as lists are held for at a time."""
+    def max_rows(self) -> int:
+        """Most rows per launch of kernels that need lists, by the size of the workspace."""
         return min(MAX_ROWS, max(1, TUNING.workspace_bytes // (4 * self.chunk * TUNING.chunks)))
 
     def list_options(self) -> dict[str, Any]:
-        """Arguments of kernels that list rows, and options of their launch."""
+        """Arguments and launch options of kernels that list rows."""
         return {
             **self.rows,
             "chunks": self.chunks,
@@ -110,22 +110,22 @@ class Source:
             "TRIALS": TUNING.trials,
             "ABREAST": max(1, min(TUNING.abreast, TUNING.ahead // self.chunk)),
             "WIDTH": TUNING.width,
-            "MAX_LINES": TUNING.most_lines,
+            "MAX_LINES": TUNING.max_lines,
         }
 
     def part(self, at: slice) -> Source:
-        """The same for some of the rows."""
+        """Some of the rows."""
         temp = self.temperature
         return Source(self.values[at], self.softmax, None if temp is None else temp[at])
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[n, *shape] on the device, not written."""
+        """An uninitialised tensor [n, *shape] on the device of the rows."""
         return gpu.empty((self.values.shape[0], *shape), dtype, self.values.device)
 
 
 class Survey(NamedTuple):
-    """Outputs of `survey_kernel`: masses for draws and filters, tops with a top k, and with any
-    filter arrivals, counters that it sets to 0."""
+    """Outputs of `survey_kernel`. masses: for draws and filters; tops: with top-k; arrivals: with
+    any filter, counters that the kernel sets to 0."""
 
     peaks: Tensor
     firsts: Tensor
@@ -143,14 +143,14 @@ class Lists(NamedTuple):
 
 
 def takes(call: Call) -> bool:
-    """`accepts` of a filter's call."""
+    """`accepts` for the call of a filter op."""
     return accepts(*call.astuple())
 
 
 def accepts(
     values: Tensor, *parameters: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)
 ) -> bool:
-    """Rows, and numbers one for each, that the kernels take."""
+    """Whether the kernels support these rows and parameters, one value per row."""
     return (
         values.dim() == 2
         and values.dtype in dtypes
@@ -181,14 +181,12 @@ def argmax(logits: Tensor) -> Tensor:
 def draw(
     source: Source, filters: Filters, seed: Tensor | None, index: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """One token of every row [n], drawn by a seed's index-th number; seed None: by the numbers
-    `index` [n] float32 themselves.
-
-    Two launches.
+    """Sample one token per row [n] with the index-th uniform number of a seed; seed None: with the
+    uniform numbers `index` [n] float32. Two launches.
     """
     rows = len(source.values)
     out = gpu.empty((rows,), dtype, source.values.device)
-    step = MAX_ROWS if filters.none else source.most_rows
+    step = MAX_ROWS if filters.none else source.max_rows
     if rows <= step:
         _draw(source, filters, seed, index, out)
         return out
@@ -200,16 +198,17 @@ def draw(
 
 
 def draw_from(source: Source, rows: Tensor, uniform: Tensor) -> Tensor:
-    """One token [n] int32 of each of `rows` [n] of unfiltered probabilities, in two launches."""
+    """Sample one token [n] int32 from each of the rows `rows` [n] of unfiltered probabilities, in
+    two launches."""
     out = gpu.empty(rows.shape, torch.int32, rows.device)
     _draw(source, Filters(), None, uniform, out, rows)
     return out
 
 
 def filter_probs(probs: Tensor, filters: Filters) -> Tensor:
-    """probs [n, V] as the filters leave them, divided by their sum: three launches."""
+    """Filtered and renormalised probs [n, V], in three launches."""
     out = gpu.empty(probs.shape, probs.dtype, probs.device)
-    step = Source(probs).most_rows
+    step = Source(probs).max_rows
     for begin in range(0, len(probs), step):
         at = slice(begin, begin + step)
         _filter(Source(probs[at]), filters.part(at), out[at])
@@ -239,13 +238,13 @@ def _filter(source: Source, filters: Filters, out: Tensor) -> None:
 
 
 def _list_programs(source: Source) -> int:
-    """Programs of a row that list it."""
+    """Programs per row of kernels that list rows."""
     return min(source.chunks, -(-TUNING.programs // len(source.values)))
 
 
 def _lists(source: Source) -> Lists:
     return Lists(
-        source.empty(TUNING.chunks + TUNING.most_lines, dtype=torch.int32),
+        source.empty(TUNING.chunks + TUNING.max_lines, dtype=torch.int32),
         source.empty(TUNING.chunks, source.chunk),
         source.empty(2, TUNING.chunks, dtype=torch.float64),
     )
@@ -256,7 +255,7 @@ def _warps(source: Source) -> int:
 
 
 def _survey(source: Source, filters: Filters | None = None) -> Survey:
-    """filters: of a draw; None: there is none."""
+    """Run `survey_kernel`; filters None: for argmax, without masses."""
     masses, filtered = filters is not None, filters is not None and not filters.none
     given = Filters() if filters is None else filters
     found = Survey(

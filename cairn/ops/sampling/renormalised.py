@@ -1,4 +1,4 @@
-"""What the three filters of probabilities share."""
+"""Renormalisation of filtered probabilities."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def renormalised(probs: Tensor, keep: Tensor) -> Tensor:
-    """Kept probabilities divided by their sum per row, others 0. probs [B, V] float32, keep bool.
+    """Divide the kept probabilities of each row by their sum, and set the others to 0.
 
-    A row without mass stays zero.
+    probs [B, V] float32, keep [B, V] bool. A row whose sum is 0 stays 0.
     """
     kept = torch.where(keep, probs, 0.0)
-    # On a CPU, torch divides the sum of a single row over threads, which rounds differently than a
-    # row of a batch: sum two copies.
-    beside = kept if len(kept) > 1 else kept.expand(2 * len(kept), -1)
-    mass = beside.sum(dim=-1, keepdim=True)[: len(kept)]
+    # On a CPU, torch splits the sum of a single row over threads, which rounds differently from a
+    # row of a batch. Two copies of the row avoid that.
+    copies = kept if len(kept) > 1 else kept.expand(2 * len(kept), -1)
+    mass = copies.sum(dim=-1, keepdim=True)[: len(kept)]
     return kept.div_(mass.clamp_min(torch.finfo(mass.dtype).tiny))

@@ -1,4 +1,4 @@
-"""The samplers of probabilities, by the names and signatures that FlashInfer gave them."""
+"""Samplers of probabilities with the names and signatures of FlashInfer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def sampling_from_probs(
     generator: torch.Generator | None = None,
     check_nan: bool = False,
 ) -> Tensor:
-    """One token of every row, by its probabilities.
+    """Sample one token per row of probabilities.
 
-    A uniform number u is drawn for each output; its token is the first, in vocabulary order, whose
-    running mass exceeds u times the mass of the row.
+    A uniform number u is drawn for each output. The token is the first, in vocabulary order, at
+    which the cumulative sum exceeds u times the sum of the row.
 
     Args:
         probs: [B, V] float32 (or half precision, taken as float32) >= 0, of any sum.
@@ -36,7 +36,7 @@ def sampling_from_probs(
             for an index of no row.
     """
     name = "sampling_from_probs"
-    probs = _seen(name, probs, check_nan)
+    probs = _checked(name, probs, check_nan)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
     return draw_from_probs(probs, uniform, indices=indices)
 
@@ -50,7 +50,7 @@ def top_p_sampling_from_probs(
     generator: torch.Generator | None = None,
     check_nan: bool = False,
 ) -> Tensor:
-    """One token of every row after the filter of top_p_renorm_probs; see sampling_from_probs.
+    """Sample one token per row after the filter of top_p_renorm_probs; see sampling_from_probs.
 
     Args:
         probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
@@ -66,7 +66,7 @@ def top_p_sampling_from_probs(
             for an index of no row.
     """
     name = "top_p_sampling_from_probs"
-    probs = _seen(name, probs, check_nan)
+    probs = _checked(name, probs, check_nan)
     probs, indices = arguments.rows_of_outputs(name, probs, indices, top_p)
     p = arguments.shares(name, "top_p", top_p, probs)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
@@ -82,7 +82,7 @@ def min_p_sampling_from_probs(
     generator: torch.Generator | None = None,
     check_nan: bool = False,
 ) -> Tensor:
-    """One token of every row among those of at least min_p times the largest probability; see
+    """Sample one token per row from those with at least min_p times the largest probability; see
     sampling_from_probs.
 
     Args:
@@ -100,7 +100,7 @@ def min_p_sampling_from_probs(
             for an index of no row.
     """
     name = "min_p_sampling_from_probs"
-    probs = _seen(name, probs, check_nan)
+    probs = _checked(name, probs, check_nan)
     probs, indices = arguments.rows_of_outputs(name, probs, indices, min_p)
     p = arguments.shares(name, "min_p", min_p, probs)
     uniform = arguments.drawn_uniforms(name, probs, indices, generator)
@@ -118,7 +118,7 @@ def top_k_top_p_sampling_from_probs(
     generator: torch.Generator | None = None,
     check_nan: bool = False,
 ) -> Tensor:
-    """One token of every row after top-k and top-p; see sampling_from_probs.
+    """Sample one token per row after top-k and top-p; see sampling_from_probs.
 
     Args:
         probs: [B, V] float32 (or half precision, taken as float32), rows that sum to 1.
@@ -139,7 +139,7 @@ def top_k_top_p_sampling_from_probs(
     """
     name = "top_k_top_p_sampling_from_probs"
     joint = arguments.check_order(name, filter_apply_order)
-    probs = _seen(name, probs, check_nan)
+    probs = _checked(name, probs, check_nan)
     probs, indices = arguments.rows_of_outputs(name, probs, indices, top_k, top_p)
     k = arguments.counts(name, "top_k", top_k, probs)
     p = arguments.shares(name, "top_p", top_p, probs)
@@ -147,8 +147,8 @@ def top_k_top_p_sampling_from_probs(
     return draw_from_probs(probs, uniform, k, p, None, indices, joint)
 
 
-def _seen(name: str, probs: Tensor, check_nan: bool) -> Tensor:
-    """Probabilities after a look at them, float32."""
+def _checked(name: str, probs: Tensor, check_nan: bool) -> Tensor:
+    """Check probabilities and convert them to float32."""
     arguments.check_rows(name, "probs", probs, FLOATS)
     if check_nan:
         arguments.refuse_nan(name, "probs", probs)

@@ -1,4 +1,4 @@
-"""Maximum, log-sum-exp and rank, of which log-probabilities are made."""
+"""Maximum, log-sum-exp and rank of logits, for log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.call import Call
 from cairn.ops.checks import FLOAT32, expect
-from cairn.ops.grid_barrier import APART, counters
+from cairn.ops.grid_barrier import STRIDE, counters
 from cairn.ops.pdl import uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sampling.arguments import check_rows
 from cairn.ops.sampling.kernels.scores import score_kernel
 
 CHUNK = 4096
-"""Logits that a program reads, however many rows there are: sums are rounded as rows are split."""
+"""Logits per program. It is fixed, because the rounding of sums depends on how rows are split."""
 WARPS = 4
 
 
@@ -23,9 +23,8 @@ WARPS = 4
 def score_tokens(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The largest logit, the log of the sum of exp(logit - largest), and one token's rank.
 
-    Its rank is 1 + how many logits of the row are larger than its own. The log-probability of any
-    token of the row is (logit - largest) - log of the sum: so one that is all but certain keeps its
-    digits.
+    The rank is 1 + the number of larger logits in the row. The log-probability of a token is
+    (logit - largest) - log of the sum, which is accurate for probabilities near 1.
 
     Args:
         logits: [n, V] float32, rows of any stride.
@@ -84,7 +83,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
             programs=rows * chunks,
             CHUNK=CHUNK,
             CHUNKS=gpu.next_power_of_2(chunks),
-            APART=APART,
+            STRIDE=STRIDE,
             PDL=pdl,
             num_warps=WARPS,
         )

@@ -40,9 +40,9 @@ def _(call: Call) -> None:
 
 @top_k_mask.front(replayed=True)
 def top_k_mask_logits(logits: Tensor, top_k: Tensor | int) -> Tensor:
-    """The k largest logits of each row and their equals as they are, the others -inf.
+    """Set the logits of each row that are smaller than its k-th largest to -inf.
 
-    NaN counts among the largest, and becomes -inf.
+    Logits equal to the k-th largest are all kept. NaN counts as largest and is replaced by -inf.
 
     Args:
         logits: [B, V] float32, bfloat16 or float16; rows may be strided.
@@ -62,5 +62,5 @@ def _rows(call: Call) -> bool:
 
 @top_k_mask.implementation("triton", devices=gpu.DEVICES, when=_rows, replayed=True)
 def _(call: Call) -> Tensor:
-    """The k-th largest is searched for; nothing is sorted."""
+    """Search the k-th largest logit instead of sorting the row."""
     return select_k.mask_smaller(call.logits, call.top_k)

@@ -59,12 +59,12 @@ def top_k_renorm_probs(
 
 
 top_k_renorm_prob = top_k_renorm_probs
-"""The same, as it is also called in this field."""
+"""Alias, as in sgl-kernel."""
 
 
 @top_k_renorm.implementation("head", devices=("cpu",))
 def _(call: Call) -> Tensor:
-    """Order no more of each row than the largest k of the batch asks for."""
+    """Sort only as many tokens of each row as the largest k of the batch needs."""
     limited = (call.top_k >= 1) & (call.top_k < call.probs.shape[-1])
     k = torch.where(limited, call.top_k, 1).long()
     longest = int(k.max()) if k.numel() else 1

@@ -1,4 +1,4 @@
-"""Draw tokens of rows of logits by their softmax, filtered."""
+"""Sampling from rows of logits, with top-k and top-p."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def top_k_top_p_sampling_from_logits(
     generator: torch.Generator | None = None,
     check_nan: bool = False,
 ) -> Tensor:
-    """One token of every row of softmax(logits) after top-k and top-p; see sampling_from_probs.
+    """Sample one token per row of softmax(logits) after top-k and top-p; see sampling_from_probs.
 
     Args:
         logits: [B, V] float32, bfloat16 or float16; the softmax is in float32.
@@ -95,7 +95,7 @@ def _accepts(call: Call) -> bool:
 
 @draw_from_logits.implementation("triton", devices=gpu.DEVICES, when=_accepts, replayed=True)
 def _(call: Call) -> Tensor:
-    """As draw_tokens does, at temperature 1."""
+    """The kernels of draw_tokens, at temperature 1."""
     source = launch.Source(call.logits, softmax=True)
     filters = launch.Filters(call.top_k, call.top_p, joint=call.joint)
     return launch.draw(source, filters, None, call.uniform, torch.int32)

@@ -64,12 +64,13 @@ def top_p_renorm_probs(
 
 
 top_p_renorm_prob = top_p_renorm_probs
-"""The same, as it is also called in this field."""
+"""Alias, as in sgl-kernel."""
 
 
 @top_p_renorm.implementation("head", devices=("cpu",))
 def _(call: Call) -> Tensor:
-    """Order only as much of each row as reaches p; the same sums, so the same tokens, exactly."""
+    """Sort only as many tokens of each row as reach p. The sums, and so the kept tokens, are equal
+    to the definition's."""
     last, count = _last_kept(call)
     keep = call.probs >= last
     surplus = keep.sum(-1) - count

@@ -12,47 +12,45 @@ class SamplingTuning(Tuning):
     """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     chunks: int = 64
-    """Most chunks of a row."""
-    least_chunk: int = 512
-    """Elements of the shortest chunk."""
+    """Most chunks per row."""
+    min_chunk: int = 512
+    """Least elements per chunk."""
     line: int = 32
-    """Elements of a line, of which the survey stores the maximum."""
+    """Elements per line; the survey stores the maximum of each line."""
     width: int = 16
-    """Weights of every list that a program loads at a time while it searches; a list has at most
-    1023 times as many, since their number is counted in 10 bits."""
+    """Weights per list that a search step loads; a list has at most 1023 times as many, because
+    they are counted in 10 bits."""
     draw_warps: int = 8
-    """Of a program that draws from a row without filters."""
+    """Warps of a program that samples from a row without filters."""
     workspace_bytes: int = 256 << 20
-    """Memory for lists; more rows are filtered some at a time."""
-    most_lines: int = 192
-    """Lines in which all that is kept of a row is looked for."""
+    """Memory for lists; larger batches are filtered in several launches."""
+    max_lines: int = 192
+    """Most lines that are searched for the kept weights of a row; with more, chunks are."""
     few: int = 256
     rivals: int = 32
-    """Weights of a row that are compared with all others instead of searched, and so many at
-    once."""
+    """Rows with at most `few` candidates are ranked by comparing all pairs, `rivals` at a time."""
     run: int = 16
-    """Elements of a run: the draw finds the chunk, then the run, then the token."""
+    """Elements per run: a draw finds the chunk, then the run in it, then the token."""
     list_warps: int = 8
     list_registers: int = 128
-    """Warps and registers of programs that list rows: two fit on a multiprocessor."""
+    """Warps and registers per thread of programs that list rows: two programs fit on an SM."""
     sample: int = 64
-    """Elements of each chunk from which it is guessed where the threshold of a share lies. Not by
-    how many rows there are: sums of what is listed are rounded as it is listed."""
+    """Elements per chunk that are sampled to estimate the threshold of top-p. It does not depend on
+    the number of rows, because the rounding of sums depends on the lists."""
     sure: float = 4.0
     trials: int = 8
-    """Standard deviations that the guess leaves on each side, and weights that are tried at a
-    time."""
+    """Margin of the estimate in standard deviations, and number of trial values per step."""
     abreast: int = 4
     ahead: int = 8192
-    """Chunks that a program lists at a time, of so many numbers: while the first is, the others are
-    on their way."""
+    """Chunks that a program loads at a time, up to `ahead` elements, so that loads overlap."""
     programs: int = 256
-    """Programs that fill a large device when they list: each finds the bound of its row first."""
+    """Programs of a launch that lists rows, which fill a large device. More are slower: each
+    program first computes the bound of its row."""
     keep_block: int = 2048
     keep_warps: int = 4
-    """Elements and warps of a program that stores what a row keeps."""
+    """Elements and warps of a program that stores the kept probabilities."""
     pdl_rows: int = 256
-    """At most this many rows launch each kernel with PDL."""
+    """Most rows for launches with PDL."""
 
 
 TUNING = SamplingTuning()

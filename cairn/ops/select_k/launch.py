@@ -35,11 +35,11 @@ class Sizes(NamedTuple):
 
 def sizes_of(width: int, topk: int) -> Sizes:
     """Sizes for rows of this width, of which about topk are selected."""
-    room = max(TUNING.least_room, gpu.next_power_of_2(topk + topk // 2))
+    room = max(TUNING.min_room, gpu.next_power_of_2(topk + topk // 2))
     room = min(room, gpu.next_power_of_2(max(32, width)))
     chunk = max(
         TUNING.chunk,
-        min(TUNING.most_chunk, gpu.next_power_of_2(max(1, width)) // TUNING.most_lists),
+        min(TUNING.max_chunk, gpu.next_power_of_2(max(1, width)) // TUNING.max_lists),
     )
     return Sizes(room, chunk, -(-width // chunk))
 

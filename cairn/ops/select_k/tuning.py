@@ -12,7 +12,7 @@ from cairn.ops.tuning import Tuning
 class SelectKTuning(Tuning):
     """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
-    least_room: int = 4096
+    min_room: int = 4096
     """Candidates that one program takes at once, at least; half as many again as are chosen, since
     lists hold some more than that."""
     samples: tuple[int, int] = (1 << 10, 1 << 12)
@@ -23,8 +23,8 @@ class SelectKTuning(Tuning):
     """Standard deviations by which a bound is lower than what the sample says."""
     chunk: int = 1 << 10
     """Candidates that one program lists, if the lists of a row are not too many."""
-    most_lists: int = 1 << 10
-    most_chunk: int = 1 << 14
+    max_lists: int = 1 << 10
+    max_chunk: int = 1 << 14
     """Of a row, but for those that have more of the longest lists: a count of one has 16 bits."""
     line: int = 1 << 7
     """Scores of float32 that a warp loads at once."""

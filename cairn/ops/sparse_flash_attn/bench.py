@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved, short
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved, short
 from cairn.ops.sparse_flash_attn.cases import _lists
 from cairn.ops.sparse_flash_attn.convert_vertical_slash_indexes import (
     convert_vertical_slash_indexes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Draw, Point, Points, moved
+from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.cache.quantized import BYTES
 from cairn.ops.sparse_mla import index_cache, records
 from cairn.ops.sparse_mla.fused_store_index_k_cache import fused_store_index_k_cache

@@ -7,7 +7,7 @@ from torch import Tensor
 from cairn.ops import gpu
 from cairn.ops.cache.quantized import BYTES
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOATS, INDICES, check_least, expect, expect_within
+from cairn.ops.checks import FLOATS, INDICES, check_min, expect, expect_within
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla import index_cache, store_launch
 from cairn.ops.sparse_mla.index_k_store import index_k_store
@@ -36,7 +36,7 @@ def fused_store_index_k_cache(
 
 @fused_store_index_k_cache.check
 def _(call: Call) -> None:
-    check_least(NAME, "page_size", call.page_size, 1)
+    check_min(NAME, "page_size", call.page_size, 1)
     expect(NAME, "key", call.key, 2, FLOATS)
     token = call.key.shape[1] + index_cache.SCALE_BYTES
     shape = (None, call.page_size * token)

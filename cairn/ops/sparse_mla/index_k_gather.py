@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.ops.call import Call
-from cairn.ops.checks import INT64, check_least, expect, expect_within
+from cairn.ops.checks import INT64, check_min, expect, expect_within
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla import index_cache
@@ -51,7 +51,7 @@ def index_k_gather(
 @index_k_gather.check
 def _(call: Call) -> None:
     name = "index_k_gather"
-    check_least(name, "head_dim", call.head_dim, 1)
+    check_min(name, "head_dim", call.head_dim, 1)
     expect(name, "location", call.location, 1, INT64, dense=-1)
     size = index_cache.check_cache(name, call.cache, call.head_dim, call.preshuffled, call.location)
     expect_within(name, "location", call.location, call.cache.shape[0] * size, begin=None)

@@ -12,7 +12,7 @@ from cairn.ops.checks import (
     FLOAT32,
     INDICES,
     INT32,
-    check_least,
+    check_min,
     check_rows,
     expect,
     expect_within,
@@ -115,7 +115,7 @@ def paged_mqa_logits(
     expect(FRONT, "page_table", page_table, 2, INT32, q)
     if width is None:
         width = page_table.shape[1] * size
-    check_least(FRONT, "width", width, 0)
+    check_min(FRONT, "width", width, 0)
     logits = unscored(len(q), width, q.device)
     paged_mqa_logits_into(
         q, weights, cache, page_table, row, context, logits, preshuffled, least, chunked
@@ -143,7 +143,7 @@ def _(call: Call) -> None:
     check_rows(name, tokens, call.row, call.page_table, call.q)
     expect(name, "context", call.context, (tokens,), INDICES, call.q, -1)
     expect(name, "logits", call.logits, (tokens, None), FLOAT32, call.q, 1)
-    check_least(name, "least", call.least, 0)
+    check_min(name, "least", call.least, 0)
     reach, width = call.page_table.shape[1] * size, call.logits.shape[1]
     if width > reach:
         refuse(name, "width", f"is {width}, not 0 to the {reach} keys of the page table")

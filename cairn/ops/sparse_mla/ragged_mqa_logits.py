@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from cairn.ops import gpu
 from cairn.ops.attention import paging
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOAT32, FLOATS, INDICES, check_least, expect, expect_within
+from cairn.ops.checks import FLOAT32, FLOATS, INDICES, check_min, expect, expect_within
 from cairn.ops.quantization.codes import E4M3
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla import score_launch
@@ -95,7 +95,7 @@ def ragged_mqa_logits(
         BadArgument: for another shape, dtype or device, or (on a CPU) an end beyond the keys.
     """
     if width is not None:
-        check_least("ragged_mqa_logits", "width", width, 0)
+        check_min("ragged_mqa_logits", "width", width, 0)
     logits = unscored(len(q), len(k) if width is None else width, q.device)
     ragged_mqa_logits_into(q, weights, k, scale, start, end, logits, width is not None)
     return logits

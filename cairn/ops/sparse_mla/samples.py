@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cairn.ops.benching import Draw, short
+from cairn.ops.bench_points import Draw, short
 
 
 class Sizes(NamedTuple):

@@ -91,11 +91,11 @@ def score(
         return
     padded = max(16, gpu.next_power_of_2(heads))
     side = max(1, TUNING.chunk_columns // padded) if chunked else 1
-    size, least = TUNING.score_keys, TUNING.least_score_tiles
+    size, least = TUNING.score_keys, TUNING.min_score_tiles
     if side > 1:
-        size, least = TUNING.chunk_keys, TUNING.least_chunk_tiles
+        size, least = TUNING.chunk_keys, TUNING.min_chunk_tiles
     groups, tiles = -(-tokens // side), -(-width // size)
-    enough = TUNING.least_score_programs // groups
+    enough = TUNING.min_score_programs // groups
     most = max(enough, min(TUNING.score_programs // groups, tiles // least))
     splits = max(1, min(tiles, most))
     single = q.dtype == torch.float32

@@ -14,9 +14,9 @@ class SparseMlaTuning(Tuning):
     score_programs: int = 4096
     """Most programs of the score kernel: many more than run at once, because tokens see different
     numbers of keys."""
-    least_score_programs: int = 528
-    least_score_tiles: int = 8
-    least_chunk_tiles: int = 32
+    min_score_programs: int = 528
+    min_score_tiles: int = 8
+    min_chunk_tiles: int = 32
     """Fewest tiles of keys per program once there are more programs than that (for one token, and
     for several tokens of a chunk): a program loads its queries once, and prefetches tiles while it
     multiplies."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cairn.errors import BadConfig
-from cairn.ops.checks import check_least, refuse
+from cairn.ops.checks import check_min, refuse
 
 _kept: list[Any] = []
 """Contexts live as long as the process: their streams do not hold them."""
@@ -28,8 +28,8 @@ def create_greenctx_stream_by_value(
         BadConfig: no CUDA device, or a PyTorch or driver without green contexts.
     """
     name = "create_greenctx_stream_by_value"
-    check_least(name, "SM_a", SM_a, 1)
-    check_least(name, "SM_b", SM_b, 1)
+    check_min(name, "SM_a", SM_a, 1)
+    check_min(name, "SM_b", SM_b, 1)
     there = get_sm_available(device_id)
     if SM_a + SM_b > there:
         refuse(name, "SM_b", f"is {SM_b} beside {SM_a}, the device has {there} multiprocessors")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.speculative.build_tree_kernel_efficient import (
     DRAFT_MASK,
     build_tree_kernel_efficient,

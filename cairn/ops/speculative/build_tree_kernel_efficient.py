@@ -14,8 +14,8 @@ from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import build_kernel
 from cairn.ops.speculative.trees import (
+    ALIASES,
     FLAGS,
-    SPELLINGS,
     WIDEST,
     expect_positions,
     expect_room,
@@ -27,7 +27,7 @@ FULL_MASK, DRAFT_MASK, PACKED_MASK = 0, 1, 2
 _CHANGED = ("tree_mask", "positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 
-@op(mutates=_CHANGED, spellings=SPELLINGS)
+@op(mutates=_CHANGED, aliases=ALIASES)
 def build_tree_kernel_efficient(
     parent_list: Tensor,
     selected_index: Tensor,

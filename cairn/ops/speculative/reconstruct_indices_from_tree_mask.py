@@ -11,8 +11,8 @@ from cairn.ops.checks import expect, refuse
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import reconstruct_kernel
 from cairn.ops.speculative.trees import (
+    ALIASES,
     FLAGS,
-    SPELLINGS,
     WIDEST,
     expect_positions,
     expect_tree,
@@ -23,7 +23,7 @@ from cairn.ops.speculative.trees import (
 _CHANGED = ("positions", "retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 
-@op(mutates=_CHANGED, spellings=SPELLINGS)
+@op(mutates=_CHANGED, aliases=ALIASES)
 def reconstruct_indices_from_tree_mask(
     tree_mask: Tensor,
     verified_seq_len: Tensor,

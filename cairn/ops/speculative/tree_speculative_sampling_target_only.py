@@ -15,7 +15,7 @@ from cairn.ops.speculative.kernels import (
     sampled_path_kernel,
 )
 from cairn.ops.speculative.trees import (
-    SPELLINGS,
+    ALIASES,
     expect_links,
     expect_outcome,
     expect_tree,
@@ -28,7 +28,7 @@ _BLOCK = 2048
 _CHANGED = ("predicts", "accept_index", "accept_token_num", "draft_probs")
 
 
-@op(mutates=_CHANGED, spellings=SPELLINGS)
+@op(mutates=_CHANGED, aliases=ALIASES)
 def tree_speculative_sampling_target_only(
     predicts: Tensor,
     accept_index: Tensor,

@@ -15,8 +15,8 @@ from torch import Tensor
 from cairn.ops.checks import INDICES, expect, expect_within, refuse
 from cairn.ops.testing import Make
 
-SPELLINGS = {f"retrieve_{end}": f"retrive_{end}" for end in ("index", "next_token", "next_sibling")}
-"""Both spellings of these names are in use in other libraries."""
+ALIASES = {f"retrieve_{end}": f"retrive_{end}" for end in ("index", "next_token", "next_sibling")}
+"""Other libraries use both names."""
 FLAGS = (torch.bool, torch.uint8)
 """Dtypes of masks; a byte other than 0 is true."""
 WIDEST = 128

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.checks import INT64, check_least, expect
+from cairn.ops.checks import INT64, check_min, expect
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import chains_kernel
 
@@ -50,7 +50,7 @@ def _(call: Call) -> None:
     expect("verify_chains", "tokens", call.tokens, 1, INT64, dense=-1)
     for name, tensor in (("given", call.given), ("row", call.row)):
         expect("verify_chains", name, tensor, call.tokens.shape, INT64, call.tokens, dense=-1)
-    check_least("verify_chains", "nobody", call.nobody, 0)
+    check_min("verify_chains", "nobody", call.nobody, 0)
 
 
 @verify_chains.implementation("triton", devices=gpu.DEVICES, replayed=True)

@@ -10,14 +10,14 @@ from cairn.ops.checks import INDICES, expect
 from cairn.ops.registry import op
 from cairn.ops.speculative.kernels import greedy_kernel
 from cairn.ops.speculative.trees import (
-    SPELLINGS,
+    ALIASES,
     expect_links,
     expect_outcome,
     expect_tree,
 )
 
 
-@op(mutates=("predicts", "accept_index", "accept_token_num"), spellings=SPELLINGS)
+@op(mutates=("predicts", "accept_index", "accept_token_num"), aliases=ALIASES)
 def verify_tree_greedy(
     predicts: Tensor,
     accept_index: Tensor,

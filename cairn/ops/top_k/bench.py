@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.top_k.fast_topk import fast_topk
 from cairn.ops.top_k.fast_topk_transform_fused import fast_topk_transform_fused
 from cairn.ops.top_k.fast_topk_transform_ragged_fused import fast_topk_transform_ragged_fused

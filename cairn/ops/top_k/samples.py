@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved, short
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved, short
 from cairn.ops.testing import Make
 from cairn.ops.top_k.selection import Rows
 

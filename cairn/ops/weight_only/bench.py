@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cairn.ops.benching import Alternative, Draw, Point, Points, moved
+from cairn.ops.bench_points import Alternative, Draw, Point, Points, moved
 from cairn.ops.weight_only import layout
 from cairn.ops.weight_only.awq import awq_dequantize, awq_gemm
 from cairn.ops.weight_only.experts_packed import experts_packed

@@ -17,7 +17,7 @@ INT8 = (torch.int8,)
 HALF = (torch.float16,)
 
 
-@op(spellings={"out_feats": "out"})
+@op(aliases={"out_feats": "out"})
 def qserve_w4a8_per_chn_gemm(
     in_feats: Tensor,
     kernel: Tensor,
@@ -50,7 +50,7 @@ def qserve_w4a8_per_chn_gemm(
     return (scaled - w_szs.float() * a_ssums.float().unsqueeze(1)).half()
 
 
-@op(spellings={"out_feats": "out"})
+@op(aliases={"out_feats": "out"})
 def qserve_w4a8_per_group_gemm(
     in_feats: Tensor,
     kernel: Tensor,

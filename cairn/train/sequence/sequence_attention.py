@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.ops import gpu
 from cairn.ops.call import Call
-from cairn.ops.checks import FLOAT32, FLOATS, check_least, expect, refuse
+from cairn.ops.checks import FLOAT32, FLOATS, check_min, expect, refuse
 from cairn.ops.landmark.select_pages import select_pages
 from cairn.ops.registry import op
 from cairn.train.sequence import launch
@@ -90,10 +90,10 @@ def sequence_attention(
 @sequence_attention.check
 def _(call: Call) -> None:
     name, as_selected = "sequence_attention", call.aligned and call.mask_landmarks
-    check_least(name, "page_size", call.page_size, 2)
+    check_min(name, "page_size", call.page_size, 2)
     # With a window of 1, a masked landmark would attend to nothing.
-    check_least(name, "window", call.window, 1 if as_selected else 2)
-    check_least(name, "topk", call.topk, 0)
+    check_min(name, "window", call.window, 1 if as_selected else 2)
+    check_min(name, "topk", call.topk, 0)
     if call.topk and not as_selected:
         refuse(name, "topk", f"is {call.topk}", "It needs an aligned window and masked landmarks")
     _check_heads(call.q, call.k, call.v)

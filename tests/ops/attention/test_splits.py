@@ -58,7 +58,7 @@ def test_no_splits_fill_fewer_waves_or_more_of_them(wave, most):
         waves = -(-splits * lines // wave)
         for other in range(1, most + 1):
             taken = -(-other * lines // wave)
-            if taken > max(TUNING.most_waves, -(-lines // wave)):
+            if taken > max(TUNING.max_waves, -(-lines // wave)):
                 break
             if fill(splits, lines, wave) < TUNING.full:
                 assert fill(other, lines, wave) <= fill(splits, lines, wave)
@@ -99,7 +99,7 @@ def test_more_programs_read_faster_memory(rate, narrow, wide, monkeypatch):
 def test_windows_are_split_as_they_are_beside_other_work():
     windowed = task(3, 2, 64, 131072, window=65536)
     assert launch._splits(windowed) == launch.splits_of(windowed) == 88
-    assert launch.splits_of(task(1, 1, 64, 131072)) == TUNING.most_splits
+    assert launch.splits_of(task(1, 1, 64, 131072)) == TUNING.max_splits
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")

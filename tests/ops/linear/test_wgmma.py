@@ -262,14 +262,14 @@ def test_a_stream_is_normed_behind_sums_that_are_split(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
     meta = {"dtype": torch.bfloat16, "device": "meta"}
     x, weight = torch.empty(10, 5000, **meta), torch.empty(4096, 5000, **meta)
-    assert skinny_gemm_panel.sums_in_norm(x, weight, None)
-    assert not skinny_gemm_panel.sums_in_norm(x, weight, weight[:, 0])
-    assert not skinny_gemm_panel.sums_in_norm(x, weight[:64], None)
-    assert not skinny_gemm_panel.sums_in_norm(x[:2], weight, None)
+    assert skinny_gemm_panel.linear_fuses_norm(x, weight, None)
+    assert not skinny_gemm_panel.linear_fuses_norm(x, weight, weight[:, 0])
+    assert not skinny_gemm_panel.linear_fuses_norm(x, weight[:64], None)
+    assert not skinny_gemm_panel.linear_fuses_norm(x[:2], weight, None)
 
 
 def test_whether_is_known_without_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer asks while torch traces it."""
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
     monkeypatch.setattr(Tensor, "data_ptr", pytest.fail)
-    assert skinny_gemm_panel.sums_in_norm(blank(10, 4096), blank(4096, 4096), None)
+    assert skinny_gemm_panel.linear_fuses_norm(blank(10, 4096), blank(4096, 4096), None)

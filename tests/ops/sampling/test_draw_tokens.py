@@ -146,7 +146,7 @@ def test_a_share_of_rows_that_their_sample_is_unlike(device: str) -> None:
     torch.manual_seed(10)
     width, seen = 1300, torch.tensor([-9.0, 4.0, -9.0, 4.0])
     logits = torch.randn(4, width) * 0.5
-    for begin in range(0, width, TUNING.least_chunk):
+    for begin in range(0, width, TUNING.min_chunk):
         logits[:, begin : begin + TUNING.sample] += seen[:, None]
     logits[:, 700] = 5.0
     args = parameters([(1.0, 0, p, 0.0) for p in (0.9, 0.6, 0.6, 0.0)], torch.arange(4), device)

@@ -24,7 +24,7 @@ def spread(count: int, each: int, noise: float = 0.0) -> Tensor:
     """Rows of which `each` neighbours are large in every one of `count` lines."""
     rows = logits() - 6
     for n in range(count):
-        begin = n // 8 * TUNING.least_chunk + n % 8 * 16
+        begin = n // 8 * TUNING.min_chunk + n % 8 * 16
         rows[:, begin : begin + each] = 9 + noise * rows[:, begin : begin + each]
     return rows
 

@@ -124,7 +124,7 @@ def test_nodes_that_no_link_leads_to_may_hold_anything(name: str) -> None:
     assert written[2].tolist() == [1]
 
 
-def test_both_spellings_of_the_tree() -> None:
+def test_both_names_of_the_tree() -> None:
     forest = Forest.grow(1, 5, random.Random(1))
     names = ("index", "next_token", "next_sibling")
     tokens, outcomes = torch.zeros(1, 5, dtype=torch.int64), []

@@ -14,7 +14,7 @@ from cairn.ops.gpu import tl, triton
 from cairn.ops.sampling.kernels.bounds import both_added, bound_of, height_of
 from cairn.ops.sampling.kernels.few import list_few
 from cairn.ops.sampling.kernels.filters import bits_of, compact, limit, load_head, weight_of
-from cairn.ops.sampling.kernels.tuples import with_one_more
+from cairn.ops.sampling.kernels.tuples import appended
 
 
 @triton.jit
@@ -41,8 +41,8 @@ def list_chunk(
     from index `first` on."""
     own, hits = (), ()
     for n in tl.static_range(COUNT):
-        own = with_one_more(own, values[first + n])
-        hits = with_one_more(hits, height_of(values[first + n], peak, SOFTMAX) >= bound)
+        own = appended(own, values[first + n])
+        hits = appended(hits, height_of(values[first + n], peak, SOFTMAX) >= bound)
     write_list(numbers, counts, own, hits)
 
 
@@ -62,7 +62,7 @@ def weigh_chunk(
         hit = (bits_of(weight) >= low) & (bits_of(weight) < high)
         above += tl.where(bits_of(weight) >= high, wide, 0.0)
         among += tl.where(hit, wide, 0.0)
-        own, hits = with_one_more(own, weight), with_one_more(hits, hit)
+        own, hits = appended(own, weight), appended(hits, hit)
     write_list(weights, counts, own, hits)
     above, among = tl.reduce((above, among), 0, both_added)
     tl.store(sums, above)
@@ -191,7 +191,7 @@ def load_chunks(
                 value = tl.load(
                     at + k * LINES, mask=inside, other=float("-inf"), eviction_policy="evict_first"
                 )
-            values = with_one_more(values, value.to(tl.float32))
+            values = appended(values, value.to(tl.float32))
     return values
 
 

@@ -6,7 +6,7 @@ from cairn.ops.gpu import triton
 
 
 @triton.jit
-def with_one_more(values, value):
-    """A tuple and one value behind it."""
+def appended(values, value):
+    """A tuple with a value appended."""
     # Triton does not support unpacking into a tuple.
     return values + (value,)  # noqa: RUF005

@@ -1,4 +1,4 @@
-"""Implementations that CAIRN_OPS forces, by op."""
+"""Overrides of the choice of implementations by the variable CAIRN_OPS."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cairn.ops.implementation import REFERENCE
 
 VARIABLE = "CAIRN_OPS"
 REGISTERED_LATER = ("sequence_attention",)
-"""Ops of packages above `cairn.ops`."""
+"""Ops of packages above `cairn.ops`, which are registered when those are imported."""
 
 
 def parse(choices: str) -> dict[str, str]:
@@ -28,7 +28,7 @@ def parse(choices: str) -> dict[str, str]:
 
 
 def unknown(message: str, name: str, known: Iterable[str]) -> BadConfig:
-    """The error for a name that is not known, with the nearest one that is."""
+    """The error for an unknown name; it suggests the nearest known one."""
     return BadConfig(message, suggestion(name, known))
 
 

@@ -1,9 +1,9 @@
-"""Checks of programmatic dependent launch (pdl.py): what a kernel reads before it has waited.
+"""Checks for programmatic dependent launch (pdl.py): data races between consecutive kernels.
 
 A kernel that reads arguments before `await_previous` declares them, as in
-`@triton.jit(early=("weight",))`. `effects_of` derives from the source what is really read then,
-what is written, and when the next kernel may start. Within `checked()`, a launch is refused behind
-a kernel that may still run and writes what this one reads early.
+`@triton.jit(early=("weight",))`. `effects_of` derives from the source which arguments are read
+early, which are written, and when the next kernel may start. Within `checked()`, a launch raises if
+an earlier kernel that may still run writes what this one reads early.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from cairn.ops import gpu
 
 LOADS = {"load", "gather", "async_copy_global_to_shared"}
 STORES = {"store", "scatter", "async_copy_shared_to_global"}
-SAME_POINTER = {"multiple_of", "max_contiguous", "to", "cast", "where", "broadcast_to"}
-"""Functions that return their arguments' pointers; others return no pointer."""
+POINTER_PRESERVING = {"multiple_of", "max_contiguous", "to", "cast", "where", "broadcast_to"}
+"""Functions whose results point into the same memory as their arguments."""
 NONE: Any = ("None",)
-"""Value of a parameter that is None in a call: branches for it are not taken."""
+"""Value of a parameter that is None in a call; it selects the branches of `is None` tests."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,11 @@ class Effects:
     """Effects of a kernel, by the names of its parameters.
 
     Attributes:
-        early: read before it has waited.
-        writes: written at any time.
-        waits: it calls `await_previous`.
-        starts_next: "never", "after" it has waited, or "before": whether it calls `launch_next`.
+        early: parameters read before `await_previous`.
+        writes: parameters written.
+        waits: whether it calls `await_previous`.
+        starts_next: when it allows the next kernel to start: "never", "after" `await_previous`, or
+            "before".
     """
 
     early: frozenset[str]
@@ -49,7 +50,7 @@ class Effects:
 
 @dataclass
 class _State:
-    """Of one walk through a kernel and what it calls, in the order of the program."""
+    """State of the walk through a kernel and the functions it calls, in program order."""
 
     waited: bool = False
     waits: bool = False
@@ -69,8 +70,8 @@ class _State:
 def effects_of(kernel: Any) -> Effects:
     """Effects of a kernel, from its source and that of the functions it calls.
 
-    A pointer is followed through additions whose first summand it is, through assignments, tuples
-    and calls. Both branches of a condition are walked, unless it asks for a constant of the call.
+    Pointers are followed through additions (as the first operand), assignments, tuples and calls.
+    Both branches of a condition are walked unless a constant argument decides it.
     """
     names = list(inspect.signature(kernel.fn).parameters)
     state = _State()
@@ -80,14 +81,14 @@ def effects_of(kernel: Any) -> Effects:
 
 
 def expect_declared(kernel: Any) -> None:
-    """Raise AssertionError unless a kernel that waits declares what it reads before that."""
+    """Raise AssertionError unless a kernel declares exactly the arguments that it reads early."""
     effects = effects_of(kernel)
     found = effects.early if effects.waits else None
     declared = None if kernel.early is None else frozenset(kernel.early)
     if declared != found:
-        said, read = (None if names is None else sorted(names) for names in (declared, found))
+        given, read = (None if names is None else sorted(names) for names in (declared, found))
         raise AssertionError(
-            f"{kernel.__name__} declares early={said}, but before await_previous it reads {read}"
+            f"{kernel.__name__} declares early={given}, but before await_previous it reads {read}"
         )
 
 
@@ -107,7 +108,7 @@ def _tree(function: Any) -> ast.FunctionDef:
 
 
 def _call(kernel: Any, args: Sequence[Any], named: dict[str, Any], state: _State) -> Any:
-    """Walk through one call of a jitted function; what it returns."""
+    """Walk through one call of a jitted function and return its abstract result."""
     tree = _tree(kernel.fn)
     parameters = [a.arg for a in (*tree.args.args, *tree.args.kwonlyargs)]
     walk = _Walk({**dict(zip(parameters, args, strict=False)), **named}, kernel.fn, state)
@@ -116,15 +117,15 @@ def _call(kernel: Any, args: Sequence[Any], named: dict[str, Any], state: _State
 
 
 class _Walk:
-    """Walks through a function's statements. `env` holds for each name the parameters of the kernel
-    that it may point into, a tuple of such, or a constant of the call."""
+    """Walks through the statements of a function. `env` maps each name to the kernel parameters
+    that it may point into (a frozenset), a tuple of these, or a constant."""
 
     def __init__(self, env: dict[str, Any], function: Any, state: _State) -> None:
         self._env, self._globals, self._state = env, function.__globals__, state
         self.returned: Any = frozenset()
 
     def block(self, body: Sequence[ast.stmt]) -> bool:
-        """Walk through statements; whether the function goes on behind them."""
+        """Walk through statements. Returns False if they end in a return."""
         return all(self._statement(statement) for statement in body)
 
     def _statement(self, statement: ast.stmt) -> bool:
@@ -143,8 +144,8 @@ class _Walk:
         elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
             self._assign(statement.target, self._eval(statement.value))
         elif isinstance(statement, ast.AugAssign):
-            more = self._eval(statement.value)
-            self._assign(statement.target, _names(self._eval(statement.target)) or more)
+            value = self._eval(statement.value)
+            self._assign(statement.target, _names(self._eval(statement.target)) or value)
         elif isinstance(statement, ast.Expr):
             self._eval(statement.value)
         return True
@@ -155,7 +156,7 @@ class _Walk:
         state, waits = self._state, self._state.waits
         state.waits = False
         goes_on = self.block(statement.body)
-        # An unrolled loop chooses between sizes: each program takes one of its branches.
+        # Unrolled loops select one of several sizes: each program takes exactly one branch.
         unrolled = isinstance(over, ast.Call) and ast.unparse(over.func).endswith("static_range")
         state.waited = state.waited or (unrolled and state.waits)
         state.waits = state.waits or waits
@@ -178,12 +179,12 @@ class _Walk:
         return goes_on or other
 
     def _constant(self, test: ast.expr) -> bool | None:
-        """Truth of a condition that asks for a constant of the call; None if it is not known."""
+        """Value of a condition that constant arguments decide; None for others."""
         if isinstance(test, ast.Name) and isinstance(self._env.get(test.id), bool):
             return bool(self._env[test.id])
         if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name):
-            asks_none = isinstance(test.comparators[0], ast.Constant)
-            if asks_none and self._env.get(test.left.id) is NONE:
+            with_none = isinstance(test.comparators[0], ast.Constant)
+            if with_none and self._env.get(test.left.id) is NONE:
                 return isinstance(test.ops[0], ast.Is)
         return None
 
@@ -228,14 +229,14 @@ class _Walk:
         jitted = hasattr(function, "fn") and not hasattr(function, "__triton_builtin__")
         name = getattr(getattr(function, "fn", function), "__name__", "")
         if function is None and isinstance(node.func, ast.Attribute):
-            # A method: of a table, which is copied in blocks, or of a tensor.
+            # A method of a tensor descriptor or a tensor.
             name, args = node.func.attr, [self._eval(node.func.value), *args]
         if name == "warp_specialize":
-            return self._groups(node)
+            return self._partitions(node)
         if name in ("await_previous", "launch_next"):
             self._order(name, args)
         elif name == "prefetch_l2":
-            pass  # A prefetch: nothing depends on what it finds.
+            pass  # Prefetching stale data into L2 is harmless.
         elif jitted:
             return _call(function, args, named, self._state)
         elif name in LOADS:
@@ -245,7 +246,7 @@ class _Walk:
         elif name.startswith("atomic_"):
             self._state.read(args[0])
             self._state.write(args[0])
-        elif name in SAME_POINTER:
+        elif name in POINTER_PRESERVING:
             return frozenset().union(*map(_names, args))
         return frozenset()
 
@@ -258,8 +259,9 @@ class _Walk:
         if name == "launch_next" or len(args) < 2 or args[1] is not False:
             state.starts.add("after" if state.waited else "before")
 
-    def _groups(self, node: ast.Call) -> Any:
-        """Functions that groups of warps run beside each other, each with its arguments."""
+    def _partitions(self, node: ast.Call) -> Any:
+        """Walk through the partitions of gl.warp_specialize: pairs of a function and its
+        arguments."""
         groups = node.args[0]
         assert isinstance(groups, ast.List)
         before = self._state.waited
@@ -270,7 +272,7 @@ class _Walk:
         return frozenset()
 
     def _resolve(self, node: ast.expr) -> Any:
-        """The object that an expression of names and attributes stands for; None: a local one."""
+        """The object that an expression of names and attributes refers to; None for locals."""
         if isinstance(node, ast.Name):
             return None if node.id in self._env else self._globals.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -280,15 +282,15 @@ class _Walk:
 
 @dataclass(frozen=True)
 class _Launch:
-    """A kernel that may not be done, and the memory that it writes."""
+    """A kernel that may still run, and the address ranges that it writes."""
 
     name: str
     writes: tuple[tuple[int, int], ...]
 
 
 class _Order:
-    """Follows the launches of a thread. Kernels of other libraries are not seen: they end before
-    the next kernel starts, so the check may refuse what they make harmless."""
+    """Tracks the launches of a thread. Launches by other libraries are not tracked. Those kernels
+    finish before the next kernel starts, so the check may raise where there is no race."""
 
     def __init__(self) -> None:
         self._running: list[_Launch] = []
@@ -313,19 +315,19 @@ class _Order:
 
 
 def _extents(value: Any) -> Iterator[tuple[int, int]]:
-    """First address of a tensor's, or a table's, memory and the one behind its last."""
+    """Address range [begin, end) of a tensor or of the tensor of a descriptor; empty for others."""
     tensor = getattr(value, "base", value) if gpu.is_descriptor(value) else value
     if isinstance(tensor, Tensor) and tensor.numel():
-        sides = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * step for size, step in sides)
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in dims)
         yield tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
-    """Within the block, this thread's launches raise AssertionError where a kernel reads early what
-    it does not declare, or what a kernel in front writes that may still run. For tests: launches
-    are slow, and none is replayed from the launch cache."""
+    """Within the block, launches of this thread raise AssertionError if a kernel reads undeclared
+    arguments early, or reads early what an earlier kernel that may still run writes. For tests:
+    launches are slow, and the launch cache is not used."""
     before, gpu.watch.order = gpu.watch.order, _Order()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Keywords of an op that callers spell in another way."""
+"""Keyword aliases of an op's parameters."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cairn.ops.call import Call
 from cairn.ops.registry import op
 
 
-def spelled(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> Tensor:
+def scaled(input: Tensor, factor: float = 2.0, out: Tensor | None = None) -> Tensor:
     """input * factor."""
     return input * factor
 
 
-def test_keywords_that_are_spelled_in_two_ways() -> None:
-    made = op(spellings={"by": "factor"})(spelled)
+def test_a_keyword_and_its_alias_are_the_same_parameter() -> None:
+    made = op(aliases={"by": "factor"})(scaled)
     try:
 
         @made.implementation("twice", when=lambda call: call.factor == 5.0)

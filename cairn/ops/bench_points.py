@@ -1,4 +1,4 @@
-"""What ops are timed on: layers of published models, and arguments drawn on the device.
+"""Benchmark points of ops: sizes of published models' layers, and arguments drawn on the device.
 
     @rmsnorm.bench
     def _(draw: Draw) -> Points:
@@ -6,7 +6,8 @@
             x, weight = draw.randn(rows, layer.hidden), draw.randn(layer.hidden)
             yield Point(f"{layer.name}: {rows} x {layer.hidden}", draw.args(x, weight), ...)
 
-`cairn bench ops` times the op and, beside it, its other implementations and the alternatives.
+`cairn bench ops` times the chosen implementation, the op's other implementations and the
+alternatives of a point.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from cairn.ops.testing import Arguments, Make
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step runs through an attention layer.
+    """Batch of one step of an attention layer.
 
     Attributes:
-        batch: sequences.
-        context: slots of each, those of the step included.
-        tokens: slots of each that the step runs; 1: a decode step.
-        ordered: pages lie in the cache one after the other, as a pool hands them out at first.
+        batch: number of sequences.
+        context: slots per sequence, including those of this step.
+        tokens: query tokens per sequence; 1: a decode step.
+        ordered: whether a sequence's pages are consecutive in the cache, as in a fresh pool.
     """
 
     batch: int
@@ -50,14 +51,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The geometry of a model's layer, and the steps it is timed with.
+    """Sizes of a model's layer, and the steps that it is timed with.
 
     Attributes:
-        name: of the model's shape.
+        name: of the model.
         hidden, intermediate, vocabulary: widths.
         heads, kv_heads, head_dim: h_q, h_kv, d.
         page_size, window, topk: S, W in slots, K in pages.
-        rows: tokens of a step, for ops that see rows alone; the most move 64 MB and more.
+        rows: numbers of tokens, for ops on rows; the largest moves at least 64 MB.
         steps: for attention.
     """
 
@@ -77,7 +78,7 @@ class Layer:
 
 K = 1024
 COMPILED = "compiled"
-"""Name of a function that torch.compile takes: it costs seconds before it runs."""
+"""Name of alternatives under torch.compile, which take seconds to compile."""
 SIZES: dict[str, tuple[Layer, ...]] = {
     "full": (
         Layer(
@@ -137,29 +138,29 @@ SIZES: dict[str, tuple[Layer, ...]] = {
 }
 
 SAMPLED = {"full": (1, 256), "tiny": (1, 5)}
-"""Rows of sampled steps; the most are 100 MB of float32."""
+"""Rows of logits that are sampled; the largest is 100 MB of float32."""
 
 PRODUCTS = {"full": (1, 4, 16, 64), "tiny": ()}
-"""Tokens of decode steps, that products with weights are timed with besides."""
+"""Numbers of tokens of decode steps, for products with weights, in addition to `Layer.rows`."""
 
-LINGER = {1: 0.25, 4: 0.25, 16: 0.3, 64: 0.4, 256: 1.0}
-"""Tokens -> weight of what stays equal over so many. With 1024 candidates of random summaries the
-32 pages of 4 / 8 / 16 / 64 neighbouring queries are then 55 / 76 / 101 / 191 different ones; a
-trained 7B model at 64K has 57 / 76 / 102 / 182."""
+CORRELATED = {1: 0.25, 4: 0.25, 16: 0.3, 64: 0.4, 256: 1.0}
+"""Number of adjacent tokens -> weight of the query component that they share. With 1024 candidate
+pages with random summaries, 4 / 8 / 16 / 64 adjacent queries then select 55 / 76 / 101 / 191
+distinct pages, 32 each; those of a trained 7B model at 64K select 57 / 76 / 102 / 182."""
 
 
 def short(number: int) -> str:
-    """8192 as 8K."""
+    """A size in units of 1024 where it is a multiple, as in 8K."""
     return f"{number // K}K" if number >= K and number % K == 0 else str(number)
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Another way to the op's result, or to what it is used for.
+    """A function from outside the op that is timed beside it.
 
     Attributes:
         name: as printed.
-        call: what is timed.
+        call: the function.
         arguments: its arguments; None: the op's own.
     """
 
@@ -173,12 +174,12 @@ class Point:
     """One size that an op is timed at.
 
     Attributes:
-        size: in words.
+        size: description.
         arguments: of the op.
-        bytes: that must be read and written at least.
-        flops: floating-point operations that count.
-        alternatives: from outside the op; its other implementations are timed anyway.
-        definition: the op's definition is an alternative, as it is and compiled.
+        bytes: least number of bytes to read and write.
+        flops: floating-point operations.
+        alternatives: functions from outside the op.
+        definition: whether the op's definition, eager and compiled, is an alternative too.
     """
 
     size: str
@@ -197,7 +198,7 @@ class PagedStep:
     """A step's queries and the paged cache of one layer.
 
     Attributes:
-        layer, step: what it is.
+        layer, step: the sizes.
         q: [T, h_q, d].
         k_cache, v_cache: [pages, h_kv, S, d].
         row, slot: [T] int64.
@@ -218,55 +219,56 @@ class PagedStep:
 
     @property
     def slot_bytes(self) -> int:
-        """Key and value of one slot."""
+        """Bytes of the key and value of one slot."""
         return 2 * self.layer.kv_heads * self.layer.head_dim * self.q.element_size()
 
     @property
     def segments(self) -> list[int]:
-        """Row, first slot and number of every sequence's tokens, as the host knows them."""
+        """Argument `segments` of `dense_attention`: row, first slot and number of tokens of each
+        sequence."""
         tokens, first = self.step.tokens, self.step.context - self.step.tokens
         return [n for row in range(self.step.batch) for n in (row, first, tokens)]
 
     @property
     def candidates(self) -> int:
-        """Pages left of the last query's window."""
+        """Number of pages before the window of the last query."""
         return max(0, (self.step.context - self.layer.window) // self.layer.page_size)
 
     @property
     def window_bytes(self) -> int:
-        """Keys and values under the windows."""
-        seen = min(self.step.context, self.step.tokens + self.layer.window)
-        return self.step.batch * seen * self.slot_bytes
+        """Bytes of the keys and values in the windows."""
+        slots = min(self.step.context, self.step.tokens + self.layer.window)
+        return self.step.batch * slots * self.slot_bytes
 
     @property
     def selected_bytes(self) -> int:
-        """Keys and values of the selected pages, each read once at most."""
+        """Bytes of the keys and values of selected pages, each page counted once."""
         pages = min(self.step.tokens * self.layer.topk, self.candidates)
         return self.step.batch * pages * self.layer.page_size * self.slot_bytes
 
     @property
     def summary_bytes(self) -> int:
-        """Summaries of all candidates: a key and a bias for every query head."""
+        """Bytes of the summaries of all candidates: a key and a bias per query head."""
         per_page = self.layer.heads * (self.layer.head_dim * self.q.element_size() + 4)
         return self.step.batch * self.candidates * per_page
 
     @property
     def score_flops(self) -> float:
-        """Operations of all queries' scores with the summaries of their candidates."""
+        """Operations of the scores of all queries with the summaries of their candidates."""
         pages = (self.slot.double() - self.layer.window + 1).clamp(min=0) / self.layer.page_size
         return 2.0 * self.layer.heads * self.layer.head_dim * float(pages.sum())
 
-    def pairs(self, seen: int | None = None) -> float:
-        """(query, key) pairs: of all slots before a query, or the last `seen` of them."""
-        last = self.slot.double() + 1
-        return float((last if seen is None else last.clamp(max=seen)).sum())
+    def pairs(self, window: int | None = None) -> float:
+        """Number of (query, key) pairs of causal attention, over a window or (None) all slots."""
+        keys = self.slot.double() + 1
+        return float((keys if window is None else keys.clamp(max=window)).sum())
 
     def attend_flops(self, pairs: float) -> float:
-        """Operations of scores and values for so many pairs in every query head."""
+        """Operations of attention for this number of pairs per query head."""
         return 4.0 * self.layer.heads * self.layer.head_dim * pairs
 
     def dense(self) -> tuple[Alternative, ...]:
-        """Dense attention by torch and FlashInfer, on the same keys side by side, not in pages."""
+        """Dense attention by torch and FlashInfer on the same keys, contiguous instead of paged."""
         layer, step = self.layer, self.step
         shape = (step.batch, step.context, layer.kv_heads, layer.head_dim)
         k, v = (
@@ -277,7 +279,7 @@ class PagedStep:
         call = _sdpa
         names = ["CUDNN_ATTENTION", "FLASH_ATTENTION"] if q.is_cuda else ["FLASH_ATTENTION"]
         if 1 < step.tokens < step.context:
-            # Only flash has the causal mask that ends at the last key, and only on a GPU.
+            # Only flash attention on a GPU has the causal mask aligned to the last key.
             call, names = _sdpa_lower_right, names[1:]
             k, v = (x.repeat_interleave(layer.heads // layer.kv_heads, 1) for x in (k, v))
         found = [
@@ -289,7 +291,7 @@ class PagedStep:
         return tuple(found)
 
     def _flashinfer(self, k: Tensor, v: Tensor) -> tuple[Alternative, ...]:
-        """For one sequence, k and v [context, heads, d]; ops have its kernels for pages."""
+        """FlashInfer's attention of one sequence, k and v [context, heads, d]."""
         if self.step.tokens == 1:
             name, given = "decode.single_decode_with_kv_cache", Arguments((self.q[0], k, v))
         else:
@@ -298,12 +300,13 @@ class PagedStep:
         return tuple(replace(one, name="flashinfer single") for one in flashinfer(name, given))
 
     def sdpa_window(self) -> tuple[Alternative, ...]:
-        """torch's own attention over the window: keys side by side, queries of a window a block."""
+        """SDPA over the window, with contiguous keys: each block of `window` queries is a batch
+        entry."""
         layer, step = self.layer, self.step
         block = min(layer.window, step.tokens)
         blocks = step.tokens // block
         shape = (step.batch * blocks, layer.heads, layer.window + block - 1, layer.head_dim)
-        # Numbers do not matter here, and a mask rules out kernels that share heads by themselves.
+        # The values do not matter. Heads are expanded: SDPA with a mask has no GQA kernel.
         k, v = (torch.randn(shape, dtype=self.q.dtype, device=self.q.device) for _ in range(2))
         q = self.q[: step.batch * blocks * block].view(-1, block, layer.heads, layer.head_dim)
         mask: Tensor | None = None
@@ -316,7 +319,7 @@ class PagedStep:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
-    """Causal where there is more than one query, which then are all."""
+    """SDPA by one backend; causal if there is more than one query."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(getattr(SDPBackend, name)):
@@ -327,7 +330,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
 
 
 def _sdpa_lower_right(q: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
-    """The queries are the last of the keys."""
+    """SDPA by one backend, with a causal mask aligned to the last key."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 
@@ -338,13 +341,13 @@ def _sdpa_lower_right(q: Tensor, k: Tensor, v: Tensor, name: str) -> Tensor:
 
 
 class Draw(Make):
-    """Makes the arguments of points: as Make, but drawn where they stay.
+    """Builds the arguments of points, as Make does, but draws them on the device.
 
     Args:
         device: a torch device.
         dtype: of weights, activations and cache.
         sizes: a key of SIZES.
-        seed: of the only generator.
+        seed: of the random generator.
     """
 
     def __init__(
@@ -362,22 +365,22 @@ class Draw(Make):
         self.sampled = SAMPLED[sizes]
 
     def rows(self) -> Iterator[tuple[Layer, int]]:
-        """Every layer with every number of tokens that it is timed with."""
+        """(layer, number of tokens) of ops on rows."""
         return ((layer, rows) for layer in self.layers for rows in layer.rows)
 
     def products(self) -> Iterator[tuple[Layer, int]]:
-        """The same for products with weights."""
+        """(layer, number of tokens) of products with weights."""
         for layer in self.layers:
             for rows in sorted({*PRODUCTS[self.sizes], *layer.rows}):
                 yield layer, rows
 
     def matrices(self) -> Iterator[tuple[str, int, int]]:
-        """(size in words, rows, width) of every layer's activations."""
+        """(description, rows, width) of the activations of each layer."""
         for layer, rows in self.rows():
             yield f"{layer.name}: {rows} x {layer.hidden}", rows, layer.hidden
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Normal numbers times scale; of the layers' dtype unless said."""
+        """Normal numbers times scale; dtype None: that of the layers."""
         options: dict[str, Any] = {"generator": self.generator, "device": self.device}
         return torch.randn(shape, dtype=dtype or self.dtype, **options) * scale
 
@@ -396,48 +399,49 @@ class Draw(Make):
         logits = self.randn(rows, vocabulary, dtype=torch.float32, scale=sharpness)
         return torch.softmax(logits, dim=-1)
 
-    def lingering(self, tokens: int, *shape: int) -> Tensor:
-        """[tokens, *shape] normal numbers of which neighbours share most, as trained queries do."""
+    def correlated(self, tokens: int, *shape: int) -> Tensor:
+        """[tokens, *shape] normal numbers, correlated between adjacent tokens as trained queries
+        are."""
         total = torch.zeros((tokens, *shape), device=self.device)
-        for length, weight in LINGER.items():
+        for length, weight in CORRELATED.items():
             part = self.randn(-(-tokens // length), *shape, dtype=torch.float32)
             total += weight * part.repeat_interleave(length, dim=0)[:tokens]
-        return (total / math.hypot(*LINGER.values())).to(self.dtype)
+        return (total / math.hypot(*CORRELATED.values())).to(self.dtype)
 
     def logits(self) -> Iterator[tuple[int, int]]:
-        """(rows, vocabulary) of sampled steps."""
+        """(rows, vocabulary) of logits that are sampled."""
         return ((rows, self.layers[0].vocabulary) for rows in self.sampled)
 
     def summaries(self, job: PagedStep) -> tuple[Tensor, Tensor]:
-        """Key [pages, h_q, d] and bias [pages, h_q] float32 of every page."""
+        """Summaries of pages: key [pages, h_q, d] and bias [pages, h_q] float32."""
         pages, layer = job.k_cache.shape[0], job.layer
         key = self.randn(pages, layer.heads, layer.head_dim)
         return key, self.rand(pages, layer.heads)
 
     def landmark_queries(self, job: PagedStep) -> Iterator[tuple[str, Tensor]]:
-        """What to add to the size, and landmark queries [T, h_q, d].
+        """(suffix of the size, landmark queries [T, h_q, d]).
 
-        A prefill comes twice: with queries that have nothing in common, and with neighbours that
-        select much the same pages.
+        A prefill has two variants: independent queries, and correlated ones that select mostly
+        the same pages.
         """
         shape = tuple(job.q.shape)
         if job.step.tokens == 1:
             yield "", self.randn(*shape)
             return
         yield ", random pages", self.randn(*shape)
-        yield ", shared pages", self.lingering(*shape)
+        yield ", shared pages", self.correlated(*shape)
 
     def by_torch(
         self, function: Callable[..., Any], name: str = "definition"
     ) -> tuple[Alternative, ...]:
-        """A function, and compiled unless on a CPU, where that takes a C++ compiler."""
+        """A torch function as an alternative, eager and, on a GPU, compiled by torch.compile."""
         plain = Alternative(name, function)
         if self.device == "cpu":
             return (plain,)
         return plain, Alternative(COMPILED, torch.compile(function, dynamic=False))
 
     def attention(self) -> Iterator[PagedStep]:
-        """Every layer's steps, each on a cache of its own, most with its pages in random order."""
+        """All steps of all layers, each with its own cache."""
         for layer in self.layers:
             for step in layer.steps:
                 yield self._paged_step(layer, step)
@@ -466,7 +470,8 @@ class Draw(Make):
 
 
 def points_of(op: Op[..., Any], draw: Draw) -> Points:
-    """What an op is timed at, the definition among the alternatives where a point asks for it."""
+    """Benchmark points of an op, with the definition among the alternatives of points that ask for
+    it."""
     assert op.bench_source is not None
     for point in op.bench_source(draw):
         own = draw.by_torch(op.reference) if point.definition else ()
@@ -474,15 +479,15 @@ def points_of(op: Op[..., Any], draw: Draw) -> Points:
 
 
 def moved(*tensors: Tensor | None) -> int:
-    """Bytes of all tensors; one that is read and written is given twice."""
+    """Total bytes of tensors; pass a tensor that is read and written twice."""
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def flashinfer(name: str, arguments: Arguments | None = None) -> tuple[Alternative, ...]:
-    """FlashInfer's function of this name ("norm.rmsnorm"), where FlashInfer is installed.
+    """A function of FlashInfer as an alternative; empty if FlashInfer is not installed.
 
     Args:
-        name: below the package.
+        name: without the package, as in "norm.rmsnorm".
         arguments: of the function; None: the op's own.
     """
     module, _, function = name.rpartition(".")

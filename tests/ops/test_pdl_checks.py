@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cairn.ops
-from cairn.ops import gpu, launch_order, linear, linear_add, rmsnorm, rmsnorm_add
+from cairn.ops import gpu, linear, linear_add, pdl_checks, rmsnorm, rmsnorm_add
 from cairn.ops.gpu import tl, triton
 from cairn.ops.pdl import await_previous, launch_next
 from tests.ops.launches import as_if_pdl
@@ -33,7 +33,7 @@ def test_kernels_declare_what_they_read_early() -> None:
     found = kernels()
     assert "tile_kernel" in found
     for kernel in found.values():
-        launch_order.expect_declared(kernel)
+        pdl_checks.expect_declared(kernel)
 
 
 @triton.jit
@@ -80,13 +80,13 @@ def half_waiting_kernel(x, out, PDL: tl.constexpr):
 )
 def test_a_wrong_declaration_is_found(kernel: Any, read: str) -> None:
     with pytest.raises(AssertionError, match=read):
-        launch_order.expect_declared(kernel)
+        pdl_checks.expect_declared(kernel)
 
 
 def test_effects_of_kernels() -> None:
-    found = launch_order.effects_of(undeclared_kernel)
+    found = pdl_checks.effects_of(undeclared_kernel)
     assert (found.writes, found.waits, found.starts_next) == ({"out"}, True, "before")
-    found = launch_order.effects_of(overstated_kernel)
+    found = pdl_checks.effects_of(overstated_kernel)
     assert (found.early, found.starts_next) == ({"weight"}, "after")
 
 
@@ -103,7 +103,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @interpreted
 def test_a_launch_behind_one_that_writes_what_it_reads_early_is_refused(early: None) -> None:
     x, weight, ones = torch.randn(1, 32), torch.randn(16, 32), torch.ones(32)
-    with launch_order.checked():
+    with pdl_checks.checked():
         normed = rmsnorm.using("triton")(x, ones)
         product(normed, weight)
         weight = rmsnorm.using("triton")(weight, ones)
@@ -115,7 +115,7 @@ def test_a_launch_behind_one_that_writes_what_it_reads_early_is_refused(early: N
 def test_a_kernel_that_starts_the_next_before_it_waits_hides_none_in_front(early: None) -> None:
     x, residual, ones = torch.randn(1, 32), torch.randn(1, 32), torch.ones(32)
     square = torch.randn(32, 32)
-    with launch_order.checked():
+    with pdl_checks.checked():
         written = torch.randn(16, 32)
         rmsnorm_add.using("triton")(torch.randn(16, 32), written, ones)
         linear_add.using("triton_few")(x, residual, square)
