@@ -116,7 +116,7 @@ class EngineLoop:
 
         Raises:
             InvariantError: an internal bookkeeping rule was broken.
-            EngineDead: several consecutive steps failed.
+            EngineDead: another rank has ended, or several consecutive steps failed.
         """
         with suppress(EnginesStopped):
             while self._intake():
@@ -181,7 +181,7 @@ class EngineLoop:
                 self._moved_parts = [self._parts[c.request.id] for c in moved]
             changed = self._moved_parts
             self._failures = 0
-        except (InvariantError, EnginesStopped):
+        except (InvariantError, EngineDead):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the model raises ends its step only
             changed = self._failed(error)
@@ -201,9 +201,7 @@ class EngineLoop:
         ended = [part for part in self._parts.values() if part.continuation.finished]
         if not ended:
             raise error
-        # The end of another process says where; this one only waited for it.
-        cause = None if isinstance(error, EngineDead) else error
-        log.error("a step failed and ends %d outputs: %s", len(ended), error, exc_info=cause)
+        log.error("a step failed and ends %d outputs", len(ended), exc_info=error)
         self._failures += 1
         if self._failures > FAILURES_ALLOWED:
             raise EngineDead(

@@ -118,6 +118,12 @@ class Plan:
                 f"{nodes}, but pages of an engine on several nodes are not sent to others",
                 "Leave out nnodes, or [prefill] and disaggregation_mode",
             )
+        for name in ("label_selector", "fallback_strategy"):
+            if name in self.resources:
+                raise BadConfig(
+                    f"{nodes}, but [resources] has {name}, which placement groups do not follow",
+                    "Choose nodes by resources or accelerator_type",
+                )
         if not self.bundle:
             raise BadConfig(
                 f"{nodes}, but [resources] takes nothing of a node",
@@ -127,8 +133,16 @@ class Plan:
     @property
     def bundle(self) -> dict[str, float]:
         """What a replica takes of a node, as a bundle of Ray's placement groups."""
-        taken = {"CPU": self.resources.get("num_cpus", 1), "GPU": self.resources.get("num_gpus")}
-        taken |= {"memory": self.resources.get("memory"), **self.resources.get("resources", {})}
+        own = self.resources
+        taken = {
+            "CPU": own.get("num_cpus", 1),
+            "GPU": own.get("num_gpus"),
+            "memory": own.get("memory"),
+            **own.get("resources", {}),
+        }
+        if kind := own.get("accelerator_type"):
+            # Every node that has one offers 1 of it, and every actor that wants one takes this.
+            taken[f"accelerator_type:{kind}"] = 0.001
         return {name: amount for name, amount in taken.items() if amount}
 
     def of_prefill(self) -> Plan:

@@ -240,14 +240,17 @@ def test_failing_steps_end_their_requests_and_the_third_ends_the_engine(make):
     assert all_pages_back(running.core)
 
 
-def test_a_broken_rule_ends_the_engine_at_once(make):
+@pytest.mark.parametrize(
+    "error", [InvariantError("page 3 has two owners"), EngineDead("rank 1 was killed")]
+)
+def test_errors_that_end_the_engine_at_once(make, error):
     running = make()
-    running.steps.error = InvariantError("page 3 has two owners")
+    running.steps.error = error
     running.submit("a")
     running.reach_step()
     running.steps.leave.release()
     running.thread.join(SECONDS)
-    assert isinstance(running.failure, InvariantError)
+    assert running.failure is error
 
 
 def test_a_lost_page_shows_when_the_engine_rests(make):

@@ -64,6 +64,7 @@ def test_a_plan_is_read():
         ('model = "m"\n[engine]\ndist_init_addr = "a:1"', "'a:1', but Ray places nodes. Leave out"),
         (TWO_NODES + "[server]\ndata_parallel_size = 2", "engines of one server are on one node"),
         (TWO_NODES + "[prefill]\nreplicas = 1", "pages of an engine on several nodes"),
+        (TWO_NODES + "[resources]\nlabel_selector = {a = 'b'}", "has label_selector"),
         (TWO_NODES + "[resources]\nnum_cpus = 0", "takes nothing of a node"),
         (TWO_NODES + "[resources]\nnum_gpus = 1", "has 2 ranks on a node, but .* num_gpus = 1"),
         (
@@ -88,8 +89,9 @@ resources = { num_cpus = 0.25 }
 
 
 def test_a_node_of_a_replica_is_a_bundle():
-    resources = "[resources]\nnum_gpus = 2\nmemory = 5\nresources = {fast = 1}"
-    assert plan_of(TWO_NODES + resources).bundle == {"CPU": 1, "GPU": 2, "memory": 5, "fast": 1}
+    resources = "[resources]\nnum_gpus = 2\nresources = {fast = 1}\naccelerator_type = 'T4'"
+    bundle = {"CPU": 1, "GPU": 2, "fast": 1, "accelerator_type:T4": 0.001}
+    assert plan_of(TWO_NODES + resources).bundle == bundle
 
 
 def test_prompts_have_servers_of_their_own():
