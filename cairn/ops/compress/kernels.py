@@ -8,7 +8,7 @@ from cairn.ops.pdl import await_previous
 
 
 @triton.jit
-def turned_tail(
+def rotated_tail(
     x, angles, DIM: tl.constexpr, ROTATED: tl.constexpr, INVERSE: tl.constexpr
 ):  # fmt: skip
     """Rows [LINES, DP] with elements DIM - ROTATED .. DIM - 1 rotated by the angles [cos | sin] at
@@ -51,7 +51,7 @@ def norm_rope_tail_kernel(
     if weight is not None:
         factor = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
         y *= factor[None, :]
-    y = turned_tail(y, cos_sin + token * angle_stride, DIM, ROTATED, INVERSE)
+    y = rotated_tail(y, cos_sin + token * angle_stride, DIM, ROTATED, INVERSE)
     to = out + (token * heads + head)[:, None] * DIM + column[None, :]
     tl.store(to, y.to(out.dtype.element_ty), mask=inside)
 
@@ -110,6 +110,6 @@ def compress_kernel(
     entry = tl.where(within, entry / tl.where(total == 0.0, 1.0, total), 0.0)
     entry *= tl.rsqrt(tl.sum(entry * entry, 0) / DIM + eps)
     entry *= tl.load(norm + column, mask=within, other=0.0).to(tl.float32)
-    lines = turned_tail(entry[None, :], cos_sin + token * angle_stride, DIM, ROTATED, False)
+    lines = rotated_tail(entry[None, :], cos_sin + token * angle_stride, DIM, ROTATED, False)
     made = tl.reshape(lines, (DP,))
     tl.store(to, made.to(out.dtype.element_ty), mask=within)

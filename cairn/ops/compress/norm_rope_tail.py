@@ -52,8 +52,8 @@ def norm_rope_tail(
         sin = -sin
     kept, tail = y.split((y.shape[2] - rotated, rotated), dim=-1)
     even, odd = tail[..., 0::2], tail[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((kept, turned), dim=-1).to(dtype or x.dtype)
+    tail = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((kept, tail), dim=-1).to(dtype or x.dtype)
 
 
 @norm_rope_tail.check

@@ -41,8 +41,8 @@ def hadamard_transform_blocks(x: Tensor, order: int, scale: float = 1.0) -> Tens
     width = x.shape[-1]
     size = max(LEAST, gpu.next_power_of_2(-(-width // order)))
     padded = torch.nn.functional.pad(x.float(), (0, order * size - width))
-    turned = hadamard_transform.reference(padded.unflatten(-1, (order, size)))
-    y = (hadamard(order, x.device) @ turned).flatten(-2)
+    transformed = hadamard_transform.reference(padded.unflatten(-1, (order, size)))
+    y = (hadamard(order, x.device) @ transformed).flatten(-2)
     return (y[..., :width] * scale).to(x.dtype)
 
 

@@ -84,17 +84,17 @@ class Append:
         call.check_numbers(written=self.k is not None)
         if self.cos is not None and base is not None:
             row, place = positions(call.q, call.cu_seqlens_q)
-            call.q = self._turned(call.q, base[row] + place if each else base[row], interleaved)
+            call.q = self._rotated(call.q, base[row] + place if each else base[row], interleaved)
         if self.k is None or self.v is None or lengths is None:
             return
         k = self.k
         if self.cos is not None and base is not None:
             row, place = positions(k, self.cu_seqlens)
-            k = self._turned(k, base[row] + place, interleaved)
+            k = self._rotated(k, base[row] + place, interleaved)
         where = (self.cu_seqlens, call.page_table, call.batch_idx)
         append_kv(k, self.v, call.k, call.v, lengths, *where)
 
-    def _turned(self, x: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    def _rotated(self, x: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
         assert self.cos is not None and self.sin is not None
         at, small, rows = positions.long(), x.dtype in FP8, len(self.cos)
         if on_host(at):
@@ -107,7 +107,7 @@ class Append:
         table = torch.cat((cos[at], sin[at]), dim=-1)
         order = torch.arange(len(at), device=x.device)
         wide = torch.float32 if small else x.dtype
-        turned = x.to(wide, copy=True, memory_format=torch.contiguous_format)
-        heads = turned.view(-1, *x.shape[-2:])
+        rotated = x.to(wide, copy=True, memory_format=torch.contiguous_format)
+        heads = rotated.view(-1, *x.shape[-2:])
         rotary_embedding(order, heads, None, x.shape[-1], table, not interleaved)
-        return fp8_quantize(turned, fp8_dtype=x.dtype) if small else turned
+        return fp8_quantize(rotated, fp8_dtype=x.dtype) if small else rotated

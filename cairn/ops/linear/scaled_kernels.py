@@ -12,7 +12,7 @@ def scaled_mm_kernel(
     a, b, a_scale, b_scale, bias, out, rows, outputs, width, a_stride, b_stride, out_stride,
     a_step, b_step, tiles, columns,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr,
-    TURNED: tl.constexpr, INTEGER: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
+    TRANSPOSED: tl.constexpr, INTEGER: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """out [rows, outputs] = (a b^T) * a_scale[m] * b_scale[n] + bias[n].
@@ -23,8 +23,8 @@ def scaled_mm_kernel(
         a_scale, b_scale: float32, with strides a_step and b_step; stride 0: one scale for all.
         bias: [outputs], or None.
         tiles, columns: number of tiles of rows and of outputs.
-        TURNED: compute the transposed product, with b's rows as the first operand: wgmma multiplies
-            64 rows with any multiple of 8 columns.
+        TRANSPOSED: compute the transposed product, with b's rows as the first operand: wgmma
+            multiplies 64 rows with any multiple of 8 columns.
         EVEN: width is a multiple of BK.
         PDL: as in `await_previous`.
     """
@@ -34,7 +34,7 @@ def scaled_mm_kernel(
     inside = row < rows
     number = column * BN + tl.arange(0, BN)
     kind: tl.constexpr = tl.int32 if INTEGER else tl.float32
-    if TURNED:
+    if TRANSPOSED:
         total = tl.zeros((BN, BM), kind)
     else:
         total = tl.zeros((BM, BN), kind)
@@ -44,14 +44,14 @@ def scaled_mm_kernel(
         else:
             x = rows_tile(a, row.to(tl.int64), inside, at, width, a_stride, BK, EVEN)
         w = matrix_tile(b, column * BN, at, outputs, width, b_stride, BN, BK, TABLE, EVEN)
-        if TURNED:
+        if TRANSPOSED:
             x, w = w.T, x.T
         if INTEGER:
             total = tl.dot(x, w, total, out_dtype=tl.int32)
         else:
             # Accumulate outside the tensor core, whose fp8 accumulator has fewer bits than float32.
             total += tl.dot(x, w)
-    if TURNED:
+    if TRANSPOSED:
         total = total.T
     there = number < outputs
     left = tl.load(a_scale + row * a_step, mask=inside, other=0.0)

@@ -21,7 +21,7 @@ class Tile(NamedTuple):
         part: elements along K per iteration.
         warps, stages: num_warps and num_stages.
         table: a and b are loaded by TMA.
-        turned: see `scaled_mm_kernel`.
+        transposed: see `scaled_mm_kernel`.
     """
 
     rows: int
@@ -30,11 +30,11 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     table: bool = False
-    turned: bool = False
+    transposed: bool = False
 
 
 NARROW = (Tile(16, 64, 256, 4, 4), Tile(16, 32, 256, 4, 6), Tile(16, 16, 256, 2, 6))
-TURNED = (Tile(16, 64, 256, 4, 4, turned=True), Tile(16, 64, 256, 4, 6, turned=True))
+TRANSPOSED = (Tile(16, 64, 256, 4, 4, transposed=True), Tile(16, 64, 256, 4, 6, transposed=True))
 """Used instead of `NARROW` for e4m3 on devices with wgmma: up to 16% faster."""
 TILES = (
     (16, NARROW),
@@ -73,7 +73,7 @@ def tile_for(rows: int, outputs: int, dtype: torch.dtype, device: torch.device) 
     """The tile of a product [rows, outputs] of 8-bit codes."""
     tiles = next((tiles for most, tiles in TILES if rows <= most), (LARGE[dtype],))
     if tiles is NARROW and dtype == E4M3 and gpu.supports_wgmma(device):
-        tiles = TURNED
+        tiles = TRANSPOSED
     wanted = gpu.sm_count(device)
     fit = (tile for tile in tiles if -(-rows // tile.rows) * -(-outputs // tile.columns) >= wanted)
     return next(fit, tiles[-1])
@@ -117,7 +117,7 @@ def multiply(
         BN=tile.columns,
         BK=tile.part,
         TILES=TOGETHER,
-        TURNED=tile.turned,
+        TRANSPOSED=tile.transposed,
         INTEGER=a.dtype == torch.int8,
         TABLE=table,
         EVEN=width % tile.part == 0,

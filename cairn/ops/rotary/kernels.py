@@ -67,7 +67,7 @@ def head_norm_rope_kernel(
 
 
 @triton.jit
-def turned(x, at, inside, cos, sin, HALF: tl.constexpr, HP: tl.constexpr, NEOX: tl.constexpr):
+def apply_rope(x, at, inside, cos, sin, HALF: tl.constexpr, HP: tl.constexpr, NEOX: tl.constexpr):
     """Both rotated elements of every pair in the heads that begin at x + at [N, 1], and their
     offsets from x."""
     pair = tl.arange(0, HP)
@@ -76,8 +76,8 @@ def turned(x, at, inside, cos, sin, HALF: tl.constexpr, HP: tl.constexpr, NEOX: 
     first = tl.load(x + first_at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(x + second_at, mask=inside, other=0.0).to(tl.float32)
     kind = x.dtype.element_ty
-    turned_first = (first * cos - second * sin).to(kind)
-    return turned_first, (second * cos + first * sin).to(kind), first_at, second_at
+    rotated_first = (first * cos - second * sin).to(kind)
+    return rotated_first, (second * cos + first * sin).to(kind), first_at, second_at
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def rotate_kernel(
         inside = (head < q_heads)[:, None] & (pair < HALF)[None, :]
         q += token * q_stride
         at = head[:, None] * q_head_stride
-        first, second, first_at, second_at = turned(q, at, inside, cos, sin, HALF, HP, NEOX)
+        first, second, first_at, second_at = apply_rope(q, at, inside, cos, sin, HALF, HP, NEOX)
         tl.store(q + first_at, first, mask=inside)
         tl.store(q + second_at, second, mask=inside)
     # The outer conditions are compile-time constants.
@@ -130,7 +130,7 @@ def rotate_kernel(
             inside = (head < k_heads)[:, None] & (pair < HALF)[None, :]
             k += token * k_stride
             at = head[:, None] * k_head_stride
-            first, second, first_at, second_at = turned(k, at, inside, cos, sin, HALF, HP, NEOX)
+            first, second, first_at, second_at = apply_rope(k, at, inside, cos, sin, HALF, HP, NEOX)
             tl.store(k + first_at, first, mask=inside)
             tl.store(k + second_at, second, mask=inside)
             if k_buffer is not None:

@@ -219,7 +219,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, z
 
 
-def turned_heads(
+def rotated_heads(
     projected: Tensor,
     added: Tensor | None,
     weight: Tensor,
@@ -245,10 +245,10 @@ def turned_heads(
         return y
     cos, sin = cos_sin.unsqueeze(1).chunk(2, dim=-1)
     halves = y.view(-1, heads, 2, dim // 2)
-    turned: Tensor = halves * cos.unsqueeze(2)
-    turned[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
-    turned[:, :, 1].addcmul_(halves[:, :, 0], sin)
-    return turned.flatten(2)
+    rotated: Tensor = halves * cos.unsqueeze(2)
+    rotated[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
+    rotated[:, :, 1].addcmul_(halves[:, :, 0], sin)
+    return rotated.flatten(2)
 
 
 @split_norm_rope.implementation("in_place", devices=("cpu",))
@@ -264,9 +264,9 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         at = slice(begin, begin + BLOCK_TOKENS)
         given = (call.added, call.cos_sin, call.means)
         up, angles, means = (None if x is None else x[at] for x in given)
-        turned = turned_heads(
+        rotated = rotated_heads(
             call.projected[at], up, call.weight, angles, counts, call.eps, call.whole, means
         )
-        for target, part in zip((q, k, z), turned.split(counts, dim=1), strict=True):
+        for target, part in zip((q, k, z), rotated.split(counts, dim=1), strict=True):
             target[at] = part
     return q, k, z

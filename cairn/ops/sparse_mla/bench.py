@@ -130,11 +130,11 @@ def _(draw: Draw) -> Points:
             q = draw.randn(tokens, heads, sizes.latent + rope)
             weights = draw.randn(tokens, sizes.index_heads, dtype=torch.float32)
             angles = [draw.randn(tokens, rope, dtype=torch.float32) for _ in range(2)]
-            turned = tokens * (heads * rope + sizes.index_heads * sizes.index_dim)
+            rotated = tokens * (heads * rope + sizes.index_heads * sizes.index_dim)
             yield Point(
                 f"{tokens} x {heads} heads",
                 draw.args(projected, q, weights, *angles, nope, 0.1),
-                2 * turned * q.element_size() + 2 * moved(weights) + moved(*angles),
+                2 * rotated * q.element_size() + 2 * moved(weights) + moved(*angles),
                 alternatives=draw.by_torch(latent_query_rope.reference),
             )
 

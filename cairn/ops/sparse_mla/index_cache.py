@@ -85,8 +85,8 @@ def rotate(k: Tensor) -> Tensor:
     """Keys or queries [..., D] times the Hadamard matrix of D, times D^-0.5, in float32: a
     rotation, which keeps scores and spreads a few large dims over all, so that they do not dominate
     the scale."""
-    turned: Tensor = hadamard_transform.reference(k.float(), k.shape[-1] ** -0.5)
-    return turned
+    transformed: Tensor = hadamard_transform.reference(k.float(), k.shape[-1] ** -0.5)
+    return transformed
 
 
 def byte_positions(offset: Tensor, size: int, dim: int, preshuffled: bool) -> Tensor:

@@ -50,8 +50,8 @@ def index_k_store(
             lambda location: (location // size, location % size),
         )
         return
-    turned = index_cache.rotate(k) if hadamard else k
-    numbers, scale = index_cache.quantize(turned, scale_ue8m0)
+    transformed = index_cache.rotate(k) if hadamard else k
+    numbers, scale = index_cache.quantize(transformed, scale_ue8m0)
     values = torch.cat((numbers.view(BYTES), scale.unsqueeze(-1).view(BYTES)), dim=1)
     locations.store(
         cache,

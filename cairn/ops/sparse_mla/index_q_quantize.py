@@ -27,8 +27,8 @@ def index_q_quantize(q: Tensor, weights: Tensor, hadamard: bool = False) -> tupl
     Raises:
         BadArgument: for another shape, dtype or device, or a D without a Hadamard matrix.
     """
-    turned = index_cache.rotate(q) if hadamard else q
-    numbers, scale = index_cache.quantize(turned, scale_ue8m0=False)
+    transformed = index_cache.rotate(q) if hadamard else q
+    numbers, scale = index_cache.quantize(transformed, scale_ue8m0=False)
     return numbers, weights * scale
 
 

@@ -60,13 +60,13 @@ def latent_norm_rope(
     if key is not None:
         assert k_weight is not None and index_cos_sin is not None
         normed = layernorm.reference(key, k_weight, k_bias, key_eps)
-        own = turned(normed, index_cos_sin, index_interleaved)
+        own = apply_rope(normed, index_cos_sin, index_interleaved)
     first = rmsnorm.reference(q_latent, q_weight, eps)
     second = rmsnorm.reference(latent, kv_weight, eps)
-    return first, second, turned(pe, cos_sin, interleaved), own
+    return first, second, apply_rope(pe, cos_sin, interleaved), own
 
 
-def turned(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
+def apply_rope(x: Tensor, cos_sin: Tensor, interleaved: bool) -> Tensor:
     """A copy of heads [T, ..., D] with their first dims rotated."""
     own = x.contiguous().clone()
     cos, sin = cos_sin.chunk(2, dim=-1)

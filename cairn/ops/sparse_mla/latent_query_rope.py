@@ -12,7 +12,7 @@ from cairn.ops.checks import FLOAT32, FLOATS, expect, refuse
 from cairn.ops.pdl import pdl_option, uses_pdl
 from cairn.ops.registry import op
 from cairn.ops.sparse_mla.kernels.prepare import query_kernel
-from cairn.ops.sparse_mla.latent_norm_rope import turned
+from cairn.ops.sparse_mla.latent_norm_rope import apply_rope
 
 NAME = "latent_query_rope"
 WARPS = 4
@@ -52,12 +52,12 @@ def latent_query_rope(
     (tokens, heads), rope = q.shape[:2], cos_sin.shape[1]
     own = heads * (nope_dim + rope)
     pe = projected[:, :own].unflatten(1, (heads, -1))[..., nope_dim:]
-    q[..., -rope:] = turned(pe, cos_sin, interleaved)
+    q[..., -rope:] = apply_rope(pe, cos_sin, interleaved)
     if weights is None:
         return q.new_empty(tokens, 0, 0), cos_sin.new_empty(tokens, 0)
     assert index_cos_sin is not None
     index = projected[:, own:].unflatten(1, (weights.shape[1], -1))
-    return turned(index, index_cos_sin, index_interleaved), weights * factor
+    return apply_rope(index, index_cos_sin, index_interleaved), weights * factor
 
 
 @latent_query_rope.check

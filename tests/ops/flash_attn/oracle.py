@@ -81,8 +81,8 @@ def attention(
     return out, lse
 
 
-def turned(x: Tensor, position: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """A vector [.., d] turned as complex numbers."""
+def rotated(x: Tensor, position: int, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """A vector [.., d] rotated as complex numbers."""
     half = cos.shape[1]
     pairs = [(2 * j, 2 * j + 1) if interleaved else (j, j + half) for j in range(half)]
     out = x.double().clone()

@@ -9,7 +9,7 @@ from torch import Tensor
 from cairn.errors import BadArgument
 from cairn.ops import flash_attn_with_kvcache, get_scheduler_metadata, gpu, is_fa3_supported
 from cairn.ops.flash_attn.flash_attention import flash_attention
-from tests.ops.flash_attn.oracle import Rules, attention, turned
+from tests.ops.flash_attn.oracle import Rules, attention, rotated
 
 LENGTHS = (13, 0, 30, 4)
 OPTIONS = {
@@ -207,10 +207,10 @@ def test_no_end_of_a_window_is_all_on_that_side(window) -> None:
         assert torch.equal(got, expected)
     new = {name: problem.randn(4, 1, 2, 16) for name in ("k", "v")}
     angles = {name: problem.randn(40, 8) for name in ("rotary_cos", "rotary_sin")}
-    turned, as_before = (
+    with_rope, as_before = (
         Problem(21).run(window_size=each, **new, **angles)[0] for each in (window, bounds)
     )
-    assert torch.equal(turned, as_before)
+    assert torch.equal(with_rope, as_before)
 
 
 @pytest.mark.parametrize("page", [0, 6])
@@ -306,11 +306,11 @@ def test_new_keys_and_queries_turn(interleaved: bool, causal: bool, own_base: bo
         start = length if base is None else int(base[row])
         keys, values = (problem.rows(x, row, length + 2) for x in (problem.k, problem.v))
         for j in range(2):
-            wanted = turned(new_k[row, j], start + j, cos, sin, interleaved)
+            wanted = rotated(new_k[row, j], start + j, cos, sin, interleaved)
             near(keys[length + j], wanted, 1e-5)
         queries = torch.stack(
             [
-                turned(q[row, i], start + (i if causal else 0), cos, sin, interleaved)
+                rotated(q[row, i], start + (i if causal else 0), cos, sin, interleaved)
                 for i in range(3)
             ]
         )
@@ -397,7 +397,7 @@ def test_eight_bits_turn_in_float32_and_are_cut_off(
 
     angle, kind = problem.randn(60, 5), bits if angles == "as q" else torch.float32
     cos, sin = angle.cos().to(kind), angle.sin().to(kind)
-    # Of the longest numbers many are too long when they have turned.
+    # Of the longest numbers many are too large after rotation.
     new_k = rounded(problem.randn(4, 2, 2, 16) * most)
     new_v = rounded(problem.randn(4, 2, 2, 16))
     q, k, v = (rounded(x) for x in (problem.q, problem.k, problem.v))
@@ -417,11 +417,11 @@ def test_eight_bits_turn_in_float32_and_are_cut_off(
     for row, length in enumerate(LENGTHS):
         keys, values = (problem.rows(x.float(), row, length + 2) for x in (k, v))
         for j in range(2):
-            wanted = rounded(turned(new_k[row, j], length + j, *angles_of))
+            wanted = rounded(rotated(new_k[row, j], length + j, *angles_of))
             assert torch.equal(keys[length + j], wanted.float())
             assert torch.equal(values[length + j], new_v[row, j].float())
         places = [length + (i if causal else 0) for i in range(3)]
-        queries = torch.stack([turned(q[row, i], at, *angles_of) for i, at in enumerate(places)])
+        queries = torch.stack([rotated(q[row, i], at, *angles_of) for i, at in enumerate(places)])
         rules = Rules(0.1 / most, causal=causal)
         near(out[row], attention(rules, rounded(queries).float(), keys, values)[0], 1e-2)
     assert float(k[..., :10].float().nan_to_num().abs().max()) == most

@@ -20,8 +20,8 @@ def head(
     half = rotary // 2
     for i, frequency in enumerate(frequencies):
         a, b = (i, i + half) if is_neox else (2 * i, 2 * i + 1)
-        turned = complex(normed[a], normed[b]) * cmath.rect(factor, position * frequency)
-        normed[a], normed[b] = turned.real, turned.imag
+        rotated = complex(normed[a], normed[b]) * cmath.rect(factor, position * frequency)
+        normed[a], normed[b] = rotated.real, rotated.imag
     return normed
 
 

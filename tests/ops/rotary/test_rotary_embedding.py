@@ -10,15 +10,15 @@ from cairn.ops import rotary_cos_sin, rotary_embedding
 
 
 def oracle(x: Tensor, cos_sin: Tensor, is_neox: bool) -> Tensor:
-    """x [T, n, d] float64 turned pair by pair as complex numbers; cos_sin [T, rd]."""
+    """x [T, n, d] float64 rotated pair by pair as complex numbers; cos_sin [T, rd]."""
     half = cos_sin.shape[-1] // 2
-    turned = x.clone()
+    rotated = x.clone()
     for pair in range(half):
         a, b = (pair, pair + half) if is_neox else (2 * pair, 2 * pair + 1)
         number = torch.complex(x[..., a], x[..., b])
         factor = torch.complex(cos_sin[:, pair], cos_sin[:, pair + half])[:, None]
-        turned[..., a], turned[..., b] = (number * factor).real, (number * factor).imag
-    return turned
+        rotated[..., a], rotated[..., b] = (number * factor).real, (number * factor).imag
+    return rotated
 
 
 @pytest.mark.parametrize("is_neox", [True, False])

@@ -243,8 +243,8 @@ def test_float8_selections_are_near_exact_ones() -> None:
     best = select_topk(exact, end, TOPK)
     for hadamard in (False, True):
         codes, scaled = index_q_quantize(q, weights, hadamard)
-        turned = index_cache.rotate(k) if hadamard else k
-        numbers, scale = index_cache.quantize(turned, scale_ue8m0=True)
+        transformed = index_cache.rotate(k) if hadamard else k
+        numbers, scale = index_cache.quantize(transformed, scale_ue8m0=True)
         logits = ragged_mqa_logits(codes, scaled, numbers, scale, start, end)
         found = select_topk(logits, end, TOPK)
         shared = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(best, found, strict=True)]

@@ -22,7 +22,7 @@ def partners(column, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def turned(value, other, angles, column, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+def apply_rope(value, other, angles, column, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr):
     """value [.., N] with the columns below ROTATED rotated; other: the other element of each pair.
 
     Args:
@@ -57,7 +57,7 @@ def key_row(
     factor = tl.load(weight + other, mask=paired, other=0.0).to(tl.float32)
     shift = tl.load(bias + other, mask=paired, other=0.0).to(tl.float32)
     beside = (beside * scale * factor + shift).to(kind).to(tl.float32)
-    result = turned(normed, beside, angles, column, ROTATED, INTERLEAVED)
+    result = apply_rope(normed, beside, angles, column, ROTATED, INTERLEAVED)
     tl.store(out + column, result.to(kind), mask=inside)
 
 
@@ -69,7 +69,7 @@ def turn_row(x, angles, out, ROPE: tl.constexpr, RP: tl.constexpr, INTERLEAVED: 
     value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     other, _pair, _second = partners(column, ROPE, INTERLEAVED)
     beside = tl.load(x + other, mask=inside, other=0.0).to(tl.float32)
-    result = turned(value, beside, angles, column, ROPE, INTERLEAVED)
+    result = apply_rope(value, beside, angles, column, ROPE, INTERLEAVED)
     tl.store(out + column, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -87,7 +87,7 @@ def turn_heads(
     other, _pair, _second = partners(column, ROPE, INTERLEAVED)
     paired = inside & (column < ROPE)
     beside = tl.load(x + head * x_head + other, mask=paired, other=0.0).to(tl.float32)
-    result = turned(value, beside, angles, column, ROPE, INTERLEAVED)
+    result = apply_rope(value, beside, angles, column, ROPE, INTERLEAVED)
     tl.store(out + head * out_head + column, result.to(out.dtype.element_ty), mask=inside)
 
 
