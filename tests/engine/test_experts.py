@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cairn.config import EngineOptions, Machine, resolve
+from cairn.distributed.groups import Group
 from cairn.errors import BadConfig
 from cairn.models.registry import load_spec
 from tests.engine import dsv4, ranked
@@ -57,13 +60,38 @@ def test_experts_that_four_ranks_cannot_share_evenly(tmp_path: Path) -> None:
     assert_same(found[0], wanted[0])
 
 
-def test_experts_move_while_requests_run(tmp_path: Path) -> None:
+class Full:
+    """A rank's group, and the rank has no memory to receive experts."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def least(self, fits: int, device: torch.device) -> int:
+        return self._group.least(0, device)
+
+
+def test_experts_move_while_requests_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     often = {"eplb_rebalance_num_iterations": 2, "eplb_rebalance_layers_per_chunk": 1}
     one = built("latent, shared selections", 1, tmp_path)
     two = built("latent, shared selections", 2, tmp_path, enable_eplb=True, **SHARED, **often)
-    mixtures = [places for _, places in two.runner.experts._mixtures]
+    balance = two.runner.experts
+    mixtures = [places for _, places in balance._mixtures]
     before = [places.placement.tolist() for places in mixtures]
     prompts = [text(3, 40, one.spec.vocab_size), [7] * 20]
+    # Where a move fails all stays as it is, and is tried again later.
+    with monkeypatch.context() as patch:
+        patch.setattr(balance, "_group", Full(balance._group))
+        (mine,), (its,) = (
+            run(each, prompts[1:], greedy(5, True), poisoned=False) for each in (two, one)
+        )
+    assert_same(mine, its)
+    assert "no memory to move experts" in caplog.text
+    assert [places.placement.tolist() for places in mixtures] == before
     found, wanted = (
         run(each, prompts, greedy(8, True), [20], poisoned=False) for each in (two, one)
     )
