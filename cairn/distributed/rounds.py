@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -37,12 +40,7 @@ class Rounds:
             EnginesStopped: it was stopped.
         """
         told = torch.tensor([tokens, int(stops)], dtype=torch.int64)
-        try:
-            every = self.group.gathered(told)
-        except RuntimeError as error:
-            raise EngineDead(
-                f"the other engines cannot be reached ({error})", "Look at their last log lines"
-            ) from None
+        every = _with_others(self.group.gathered, told)
         self.count += 1
         self.rows = int(every[:, 0].max())
         if not stops and bool(every[:, 1].any()):
@@ -53,10 +51,23 @@ class Rounds:
         """All engines' tokens [engines * rows, ..] of this engine's x [n, ..]."""
         padded = x.new_full((self.rows, *x.shape[1:]), padding)
         padded[: len(x)] = x
-        return self.group.gathered(padded).flatten(0, 1)
+        return _with_others(self.group.gathered, padded).flatten(0, 1)
 
     def own(self, x: Tensor, count: int) -> Tensor:
         """The sum over engines of x [engines * rows, ..], sliced to this engine's tokens [count,
         ..]."""
         begin = self.group.rank * self.rows
-        return self.group.sum(x)[begin : begin + count]
+        return _with_others(self.group.sum, x)[begin : begin + count]
+
+
+def _with_others(collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A collective of all engines. Raises EngineDead where another one is gone."""
+    try:
+        return collective(x)
+    except RuntimeError as error:
+        # Gloo's text is a place in its source, the reason, and advice for its users.
+        reason = re.sub(r"^\[\S+\] |\. This is typically.*", "", str(error))
+        raise EngineDead(
+            f"the other replicas, which share the experts, cannot be reached ({reason})",
+            "Look at their last log lines",
+        ) from error

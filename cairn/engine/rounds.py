@@ -83,9 +83,9 @@ class ExpertRounds:
         try:
             yield
         except Exception as error:
+            told = f"a round of the engines that share experts failed: {error}"
             if not isinstance(error, EnginesStopped):
-                dead = EngineDead(f"a round of the engines that share experts failed: {error}")
-                self._engines.on_death(dead)
+                self._engines.on_death(error if isinstance(error, EngineDead) else EngineDead(told))
             raise
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:

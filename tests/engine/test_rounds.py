@@ -14,14 +14,14 @@ import torch.distributed
 
 from cairn.config import EngineOptions
 from cairn.distributed.rendezvous import group_of
-from cairn.distributed.rounds import EnginesStopped
+from cairn.distributed.rounds import EnginesStopped, Rounds
 from cairn.engine.build import build
 from cairn.engine.client import EngineClient
 from cairn.engine.fleet import Fleet
 from cairn.engine.messages import Launch
 from cairn.engine.placement import placed
 from cairn.engine.rounds import Engines
-from cairn.errors import BadConfig
+from cairn.errors import BadConfig, EngineDead
 from cairn.server.loading import new_client
 from cairn.server.options import ServerOptions
 from cairn.types import SamplingParams
@@ -103,6 +103,26 @@ def test_engines_give_what_one_gives(count: int) -> None:
         wanted = run(one, prompts_of(each.number, one.spec.vocab_size), greedy(OUTPUT))
         assert each.tokens == {at: found.tokens for at, found in enumerate(wanted)}
     assert not engines[-1].tokens
+
+
+def test_the_end_of_another_engine_is_why_a_step_fails() -> None:
+    """The requests of that step get status 503; the server's error is not that of a bug."""
+
+    class Gone:
+        rank = 0
+
+        def gathered(self, x: torch.Tensor) -> torch.Tensor:
+            reason = "Read error [127.0.0.1]:4: Connection reset by peer. This is typically caused"
+            raise RuntimeError(f"[/__w/gloo/pair.cc:537] {reason} by a worker. GLHF!")
+
+        sum = gathered
+
+    rounds, x = Rounds(Gone()), torch.zeros(0)
+    for call in (lambda: rounds.begin(1), lambda: rounds.gathered(x), lambda: rounds.own(x, 0)):
+        with pytest.raises(
+            EngineDead, match=r"reached \(Read error \S+ Connection reset by peer\)"
+        ):
+            call()
 
 
 def test_options_that_engines_cannot_share_are_refused() -> None:
