@@ -301,9 +301,8 @@ class PageCache:
         """Make the lease at least `total_pages` pages long, evicting pages if necessary; all or
         nothing.
 
-        Returns False if not enough pages are free or evictable. A lease can block itself: its
-        `duplicates` are in the tree a second time. Closing and reopening it resolves that, so a
-        single sequence that fits the pool always succeeds.
+        Returns False if not enough pages are free or evictable. `drop_duplicates` may free some: a
+        single sequence that fits the pool then always succeeds.
         """
         _require_open(lease)
         missing = total_pages - len(lease.pages)
@@ -314,6 +313,21 @@ class PageCache:
         lease.pages += self.take(missing)
         if self.window is not None:
             lease.window += self.window.take(missing)
+        return True
+
+    def drop_duplicates(self, lease: Lease) -> bool:
+        """Give the lease the tree's pages in place of its `duplicates`, and free these; returns
+        whether it had any. Steps in flight must not read them, later ones use `lease.pages`."""
+        _require_open(lease)
+        if not lease.duplicates:
+            return False
+        lease.pages[: lease.committed] = self.tree.path(lease.node)
+        self.allocator.free(lease.duplicates)
+        lease.duplicates = []
+        if self.window is not None:
+            pages = lease.pages[lease.window_first : lease.committed]
+            own = lease.window[: len(pages)]
+            lease.window[: len(pages)] = self.window.exchange(pages, own)
         return True
 
     def take(self, count: int) -> list[int]:

@@ -201,6 +201,14 @@ class RadixTree:
         self._merge(start)
         return node, held
 
+    def path(self, node: Node) -> list[int]:
+        """The pages of the prefix that ends at `node`, from the first on."""
+        edges = [node.pages]
+        while node.parent is not None:
+            node = node.parent
+            edges.append(node.pages)
+        return [page for pages in reversed(edges) for page in pages]
+
     def release(self, node: Node) -> None:
         """Unlock a lease that ends at `node` and mark its prefix as the most recently used.
 

@@ -114,6 +114,17 @@ class WindowPages:
             if self.beside.setdefault(tree_page, page) == page:
                 self._tree_page[page] = tree_page
 
+    def exchange(self, tree_pages: Sequence[int], held: Sequence[int]) -> list[int]:
+        """Hold the window pages of these pages of the prefix tree instead of a lease's own ones;
+        those that have none get the lease's."""
+        self.attach(tree_pages, held)
+        found = list(held)
+        for i, (tree_page, page) in enumerate(zip(tree_pages, held, strict=True)):
+            if self.beside[tree_page] != page:
+                (found[i],) = self.hold([tree_page])
+                self.release([page], wanted=False)
+        return found
+
     def release(self, pages: Iterable[int], wanted: bool) -> None:
         """Release pages of a lease.
 

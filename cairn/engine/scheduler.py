@@ -22,7 +22,7 @@ from cairn.engine.promises import Promises
 from cairn.engine.queue import WaitingQueue
 from cairn.engine.request import Lockstep, Phases, Request, RowCounts, State
 from cairn.engine.run_ahead import began_right, go_back, tokens_ahead
-from cairn.engine.sharing import Computing
+from cairn.engine.sharing import Computing, Duplicates
 from cairn.engine.trees import Trees
 from cairn.runner.step import RowWork, StepPlan
 
@@ -71,6 +71,7 @@ class Scheduler:
         self._known_phases: Phases | None = None
         self._computing = Computing(slots.tokens_per_page)
         self._promises = Promises(cache, slots)
+        self._duplicates = Duplicates(cache)
         # The last request not admitted for lack of pages, and the pages available then.
         self._refused: tuple[Request, int] | None = None
 
@@ -138,6 +139,7 @@ class Scheduler:
         self._admit(draft)
         if not draft.requests:
             return None
+        self._duplicates.announce(draft)
         plan = draft.plan(self._step_id, self._closed)
         self._closed.clear()
         self._in_flight[plan.step_id] = draft
@@ -156,7 +158,6 @@ class Scheduler:
         ahead of wrong guesses, and its tokens are dropped.
 
         Args:
-            plan: the step's.
             counts: tokens that each of these got; None: one each.
             guesses, others: see `StepResult`.
         """
@@ -274,10 +275,8 @@ class Scheduler:
 
     def _schedule_drafts(self, request: Request, tokens: list[int], draft: PlannedStep) -> None:
         """Add a row's last token and as many of its guesses as fit to the draft."""
-        # Making room for one may have taken the pages of another one that comes later.
         if request.state is not State.RUNNING:
             return
-        assert request.lease is not None
         first = request.planned
         fitting = self.slots.tokens_per_page * self.cache.available + int(
             self._counts.capacity[request.row]
@@ -334,10 +333,11 @@ class Scheduler:
             self._append(request, draft, count)
 
     def _make_room(self, request: Request, num_tokens: int, draft: PlannedStep) -> bool:
-        """Grow the lease to hold `num_tokens`, retracting the last requests if necessary."""
-        assert request.lease is not None
+        """Grow the lease to hold `num_tokens`; retracts the last requests if it must."""
         pages = int(self.slots.pages_for(num_tokens))
         while not self._grow(request, pages):
+            if self._duplicates.free(self._idle()):
+                continue
             victim = self._victim(draft)
             # Later rows of this step are retracted when they need a page themselves.
             waits = victim is request and any(r.order > request.order for r in draft.requests)
@@ -345,10 +345,6 @@ class Scheduler:
                 return False
             self._retract(victim)
             if victim is request:
-                if self.cache.states is not None:
-                    # Cached pages without a snapshot are computed and held twice, so the request
-                    # could be retracted again by its own pages.
-                    self.cache.reset()
                 return False
         return True
 
@@ -360,11 +356,15 @@ class Scheduler:
         self._counts.capacity[request.row] = capacity
         return grown
 
-    def _victim(self, draft: PlannedStep) -> Request | None:
-        """The last request in order that is neither in the step in flight nor in this draft."""
+    def _idle(self) -> list[Request]:
+        """The running requests that no step in flight runs."""
         busy = {id(r) for flight in self._in_flight.values() for r in flight.requests}
-        busy.update(id(r) for r in draft.requests)
-        free = [r for r in self.running if id(r) not in busy and not r.doomed]
+        return [request for request in self.running if id(request) not in busy]
+
+    def _victim(self, draft: PlannedStep) -> Request | None:
+        """The last request in order that is neither in a step in flight nor in this draft."""
+        drafted = {id(request) for request in draft.requests}
+        free = [r for r in self._idle() if id(r) not in drafted and not r.doomed]
         return max(free, key=lambda request: request.order, default=None)
 
     def _append(self, request: Request, draft: PlannedStep, count: int) -> None:

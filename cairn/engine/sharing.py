@@ -1,12 +1,16 @@
-"""Holds back requests whose prefix another request is computing, so that it is computed once."""
+"""Requests with equal prefixes: what one is computing another waits for, and pages that both have
+computed are held once when memory is short."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import zip_longest
 
 import numpy as np
 
+from cairn.cache.paged import PageCache
 from cairn.cache.radix import page_keys
+from cairn.engine.planned_step import PlannedStep
 from cairn.engine.request import Request, State
 
 
@@ -67,6 +71,38 @@ class Computing:
         page = begin // self._per_page
         (key,) = page_keys(request.tokens, page, page + 1, self._per_page, request.marks)
         return key
+
+
+class Duplicates:
+    """Pages that requests hold beside equal ones of the prefix tree, freed when memory is short.
+
+    Args:
+        cache: the pages.
+    """
+
+    def __init__(self, cache: PageCache) -> None:
+        self._cache = cache
+        # Requests whose page tables the runner does not have yet.
+        self._moved: list[Request] = []
+
+    def free(self, requests: Iterable[Request]) -> bool:
+        """Free those of running requests that no step in flight runs, for it would still read them;
+        returns whether there were any."""
+        found = [
+            r for r in requests if r.lease is not None and self._cache.drop_duplicates(r.lease)
+        ]
+        for request in found:
+            request.granted = 0
+        self._moved += found
+        return bool(found)
+
+    def announce(self, draft: PlannedStep) -> None:
+        """Add the page tables that have changed to a step that will run."""
+        for request in self._moved:
+            # Others were retracted, or are announced when their row runs.
+            if request.state is State.RUNNING and request.opened and request.granted == 0:
+                draft.announce(request, self._cache)
+        self._moved.clear()
 
 
 def _common_prefix(one: Request, other: Request) -> int:

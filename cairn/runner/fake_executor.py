@@ -109,9 +109,11 @@ class FakeExecutor:
             self._rows[opened.row] = _FakeRow(opened.request_id)
         for grant in plan.grants:
             pages = self._rows[grant.row].pages
-            for i, page in enumerate(grant.pages):
-                self._require(grant.first + i not in pages, f"row {grant.row} is granted twice")
-                pages[grant.first + i] = page
+            complete = self.slots.complete_pages(self._rows[grant.row].tokens)
+            for logical, page in enumerate(grant.pages, grant.first):
+                kept = logical < complete or pages.get(logical, page) == page
+                self._require(kept, f"row {grant.row} loses a page that is not complete")
+                pages[logical] = page
             last = grant.first + len(grant.pages)
             self._rows[grant.row].window |= zip(
                 range(last - len(grant.window), last), grant.window, strict=True

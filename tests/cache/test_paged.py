@@ -77,6 +77,24 @@ def test_the_whole_pool_is_usable_by_one_lease() -> None:
     assert sorted(lease.pages) == list(range(6))
 
 
+def test_duplicates_are_given_up_for_the_pages_of_the_tree() -> None:
+    cache = PageCache(12, SLOTS)
+    first, second = cache.open(PROMPT, 9), cache.open(PROMPT, 9)
+    for lease in (first, second):
+        assert cache.grow(lease, 5)
+        cache.commit(lease, PROMPT)
+    assert not cache.drop_duplicates(first)
+    assert not cache.grow(second, 8)
+    own = second.pages[4:]
+    assert cache.drop_duplicates(second) and not second.duplicates
+    assert second.pages == first.pages[:4] + own
+    check(cache, [first, second])
+    assert cache.grow(second, 8)
+    for lease in (first, second):
+        cache.close(lease)
+    assert check(cache, []).free == 8
+
+
 def test_an_equal_page_stays_private_until_close() -> None:
     cache = PageCache(12, SLOTS)
     first, second = cache.open(PROMPT, 9), cache.open(PROMPT, 9)

@@ -92,6 +92,9 @@ def test_pages_of_duplicates_come_to_the_cached_ones() -> None:
     assert (lease.cached_pages, lease.missed) == (0, 10)
     advance(cache, lease, tokens)
     assert len(lease.duplicates) == 10
+    assert cache.drop_duplicates(lease)
+    assert cache.num_owned == 0
+    check(cache, [lease])
     cache.close(lease)
     assert cache.num_owned == 0
     assert serve(cache, [*tokens, 1]) == 10

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.cache.invariants import check
 from cairn.engine.build import Built
 from tests.engine.harness import (
     CASES,
@@ -127,6 +128,17 @@ def test_an_identical_prompt_again(case, device):
         assert warm.cached >= (length - 1) // per_page * per_page - per_page
         assert warm.cached < length
         assert_same(cold, warm)
+
+
+def test_equal_requests_in_all_rows_are_not_retracted(device) -> None:
+    """The last two compute pages that the tree has of the first two: they are not held twice."""
+    built = engine("olmo_mha_interleave4", device=device, max_num_seqs=2, max_model_len=45)
+    assert built.memory.num_pages == 2 * 3
+    first, *others = run(built, [[7, 5, 3, 1]] * 4, greedy(41))
+    assert built.core.scheduler.preemptions == 0
+    for found in others:
+        assert_same(found, first)
+    check(built.core.cache, [])
 
 
 @pytest.mark.parametrize("case", SMALL)
