@@ -97,6 +97,15 @@ class AttentionBackend(ABC):
             form: storage format of pages.
         """
 
+    @classmethod
+    def most_pages(cls, spec: Any) -> int | None:
+        """Most pages of a row for which the layer has kernels on a GPU; None: any number.
+
+        Args:
+            spec: of the layer's mixer.
+        """
+        return None
+
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> StepPlan:
         """Compute the metadata that `run` needs, without a device synchronisation."""
         segments = None if rows is None else rows.segments

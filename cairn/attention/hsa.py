@@ -80,6 +80,11 @@ class HsaBackend(GqaBackend):
             fields.append(PageField(SUMMARY_BIAS, (spec.num_heads,), torch.float32, summary=True))
         return LayerSchema(tuple(fields))
 
+    @classmethod
+    def most_pages(cls, spec: HilsSpec) -> int | None:
+        """Those that a program can select from."""
+        return planning.most_pages(spec.num_heads, spec.num_kv_heads, spec.topk)
+
     def plan(self, batch: Batch, cuts: Cuts, rows: StepRows | None) -> HsaPlan:
         """See the base."""
         plan = HsaPlan(batch, cuts, rows, None if rows is None else rows.segments)

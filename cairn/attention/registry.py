@@ -37,6 +37,12 @@ def cache_schema(mixers: Sequence[MixerSpec], form: PageFormat) -> CacheSchema:
     return CacheSchema(layers, form.page_size)
 
 
+def most_pages(mixers: Sequence[MixerSpec]) -> int | None:
+    """See `AttentionBackend.most_pages`; of all layers."""
+    limits = [BACKENDS[mixer.backend].most_pages(mixer) for mixer in mixers]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 class Backends:
     """The backends of a model's layers, bound to the cache.
 

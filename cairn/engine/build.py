@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.attention.registry import cache_schema
+from cairn.attention.registry import cache_schema, most_pages
 from cairn.cache.host import HostCache
 from cairn.cache.landmarks import SlotMap
 from cairn.cache.paged import PageCache
@@ -34,6 +34,7 @@ from cairn.engine.memory import (
     PageBytes,
     Usage,
     check_host,
+    check_pages,
     gib,
     plan_memory,
     room_for_pages,
@@ -147,8 +148,7 @@ def build(
             f"node_rank is {config.nodes.number}, but node 0 has the engine",
             "Start `cairn serve` with it, which serves the ranks of this host",
         )
-    sharing = 1 if engines is None else engines.group.size
-    check_engines(config, options.expert_engines, sharing)
+    check_engines(config, options.expert_engines, 1 if engines is None else engines.group.size)
     listener = listen(config)
     if size == 1:
         loaded = load_runner(model, options, config, ALONE, on_phase, engines)
@@ -222,7 +222,9 @@ def load_runner(
     memory = planned(usage)
     if group.rank == 0:
         announce(config.choices, config.warnings)
-    if not on_gpu:
+    if on_gpu:
+        check_pages(memory, slots, most_pages(spec.mixers))
+    else:
         begin_on_cpu(memory, group.size_here)
     check_host_cache(config, schema, memory, free_host_memory() // group.size_here)
     random_seed = config.seed if config.load_format == "random" else None

@@ -231,6 +231,25 @@ def check_length(options: EngineOptions, model: ModelSpec) -> None:
         )
 
 
+def check_pages(plan: MemoryPlan, slots: SlotMap, most: int | None) -> None:
+    """Refuse rows that are too long for the kernels of a GPU: without them a step takes seconds,
+    and cannot be a graph.
+
+    Args:
+        most: most pages of a row; None: no limit.
+
+    Raises:
+        BadConfig: naming the longest row.
+    """
+    pages = int(slots.pages_for(plan.max_model_len))
+    if most is not None and pages > most:
+        raise BadConfig(
+            f"max_model_len is {plan.max_model_len}, but the GPU's kernels select from at most "
+            f"{most} pages of a sequence, and it has {pages}",
+            f"Set max_model_len (--max-model-len) to at most {most * slots.tokens_per_page}",
+        )
+
+
 def plan_memory(
     options: EngineOptions,
     config: EngineConfig,

@@ -6,6 +6,7 @@ ops, not their results.
 
 from cairn.ops.attention.launch import LANDMARK_LINES, SPLIT_TOKENS, dense_in_tiles, in_tiles
 from cairn.ops.landmark.page_weights import shared_weights
+from cairn.ops.landmark.select_launch import most_pages
 from cairn.ops.landmark.select_task import candidate_pages, short_pages
 from cairn.ops.launch_cache.plans import is_traced
 from cairn.ops.linear.scaled_launch import supports_8bit_gemm
@@ -22,6 +23,7 @@ __all__ = [
     "in_tiles",
     "is_traced",
     "linear_fuses_norm",
+    "most_pages",
     "shared_weights",
     "short_pages",
     "supports_8bit_gemm",

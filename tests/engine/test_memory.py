@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cairn.attention.registry import cache_schema
+from cairn.attention.registry import cache_schema, most_pages
 from cairn.bench.shapes import config_of
+from cairn.cache.landmarks import SlotMap
 from cairn.config import GIB, EngineOptions, Machine, resolve
 from cairn.engine.build import page_format
 from cairn.engine.memory import (
@@ -18,6 +19,7 @@ from cairn.engine.memory import (
     PageBytes,
     Usage,
     check_host,
+    check_pages,
     plan_memory,
     room_for_pages,
 )
@@ -253,3 +255,15 @@ def test_7b_at_128k_tokens_fits_a_card_of_80_gb():
     whole = PageBytes(sizes.shared + sizes.window)
     with pytest.raises(OutOfMemory, match="one sequence of max_model_len 131105"):
         plan_memory(options, config, spec, whole, room_for_pages(config, usage))
+
+
+def test_rows_beyond_the_kernels_of_a_gpu_are_refused():
+    slots, most = SlotMap(64, landmarks=True), most_pages(LANDMARKS.mixers)
+    assert most is not None
+    longest = replace(plan(kv_cache_memory=10**7), max_model_len=most * 63)
+    check_pages(longest, slots, most)
+    longer = replace(longest, max_model_len=most * 63 + 1)
+    check_pages(longer, slots, None)
+    said = f"is {most * 63 + 1}, .* {most} pages .*--max-model-len.* at most {most * 63}$"
+    with pytest.raises(BadConfig, match=said):
+        check_pages(longer, slots, most)

@@ -142,13 +142,8 @@ def block_of(pages: int) -> int:
 
 
 def accepts(lmk_q: Tensor, summary_key: Tensor, page_table: Tensor, groups: int, topk: int) -> bool:
-    """Whether the kernels support these shapes: a program must be able to hold the candidates that
-    it selects from."""
+    """Whether the kernels support these shapes."""
     heads, dim = lmk_q.shape[1:]
-    pages = page_table.shape[1]
-    block = block_of(pages)
-    blocks = gpu.next_power_of_2(-(-pages // block))
-    group = gpu.next_power_of_2(-(-heads // groups))
     return (
         lmk_q.is_contiguous()
         and lmk_q.dtype == summary_key.dtype
@@ -159,9 +154,25 @@ def accepts(lmk_q: Tensor, summary_key: Tensor, page_table: Tensor, groups: int,
         and heads % summary_key.shape[1] == 0
         and 16 <= dim <= 256
         and topk > 0
-        and blocks * group <= TUNING.select_most_numbers
-        and min(gpu.next_power_of_2(topk), blocks) * block * group <= TUNING.select_most_numbers
+        and _holds(page_table.shape[1], heads, groups, topk)
     )
+
+
+def most_pages(heads: int, groups: int, topk: int) -> int:
+    """Most pages of a row that the kernels select from, by so many heads in so many groups."""
+    pages = 1
+    while _holds(2 * pages, heads, groups, topk):
+        pages *= 2
+    return pages
+
+
+def _holds(pages: int, heads: int, groups: int, topk: int) -> bool:
+    """Whether a program can hold the maxima of all blocks, and the blocks that it selects from."""
+    block = block_of(pages)
+    blocks = gpu.next_power_of_2(-(-pages // block))
+    group = gpu.next_power_of_2(-(-heads // groups))
+    chosen = min(gpu.next_power_of_2(topk), blocks)
+    return max(blocks, chosen * block) * group <= TUNING.select_most_numbers
 
 
 def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:

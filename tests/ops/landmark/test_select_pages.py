@@ -254,3 +254,12 @@ def test_tokens_in_several_rounds(device, tuned):
     args = (z[few], key, bias, lse[few], row[few], slot[few], *rest)
     given = testing.Arguments(args, {"num_kv_heads": 2})
     testing.check(select_pages, "triton_many", given)
+
+
+def test_the_longest_row_of_the_kernels() -> None:
+    for heads, groups, topk, most in ((16, 2, 8, 1 << 18), (6, 2, 4, 1 << 19), (64, 1, 512, 512)):
+        query, key = torch.zeros(1, heads, 64), torch.zeros(4, groups, 64)
+        assert select_launch.most_pages(heads, groups, topk) == most
+        for pages, accepted in ((most, True), (most + 1, False)):
+            row = torch.zeros(1, 1, dtype=torch.int32).expand(1, pages)
+            assert select_launch.accepts(query, key, row, groups, topk) == accepted
