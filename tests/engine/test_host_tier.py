@@ -137,7 +137,7 @@ def test_decode_through_frames_gives_the_bits_of_pages() -> None:
     hits, misses, _ = engines[1].runner.pools.frame_traffic()
     assert hits > misses > 0
     assert re.fullmatch(
-        r"host_read_rate=[1-9][\d.]* GB/s  because .*", str(engines[1].memory.choices[-1])
+        r"host_read_rate=[\d.]+ GB/s  because .*", str(engines[1].memory.choices[-1])
     )
 
 
