@@ -371,7 +371,7 @@ class EngineLoop:
             log.error("the ledger of pages is wrong: %s", problem)
         self._refresh_stats()
 
-    def _host_stats(self) -> dict[str, int]:
+    def _host_stats(self) -> dict[str, Any]:
         host, transfers = self._core.cache.host, self._core.transfers
         if host is None:
             return {}
@@ -381,7 +381,7 @@ class EngineLoop:
             "host_records_stored": host.stored,
             "host_records_loaded": host.loaded,
             "host_records_damaged": host.damaged,
-            "load_failures": 0 if transfers is None else transfers.failures.total(),
+            "load_failures": {} if transfers is None else dict(transfers.failures),
         }
 
     def _refresh_stats(self) -> None:

@@ -275,7 +275,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
         host_pages_total, host_pages_kept: places for pages in host memory, and pages there.
         host_records_stored, host_records_loaded, host_records_damaged: moved into host memory, out
             of it, and found damaged there.
-        load_failures: requests whose records did not all come from another engine.
+        load_failures: requests whose records did not all come from another engine, by reason.
         prefix_queries, prefix_hits: prompt tokens looked up in and taken from the prefix cache.
         prompt_tokens, generated_tokens: of all requests.
         preemptions: requests that were retracted because pages ran out.
@@ -304,7 +304,7 @@ class Stats(msgspec.Struct, frozen=True, omit_defaults=True):
     host_records_stored: int = 0
     host_records_loaded: int = 0
     host_records_damaged: int = 0
-    load_failures: int = 0
+    load_failures: dict[str, int] = {}
     prefix_queries: int = 0
     prefix_hits: int = 0
     prompt_tokens: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -67,10 +67,6 @@ COUNTERS = {
         "host_records_damaged",
         "Those whose bytes had changed; what they held was computed again.",
     ),
-    "kv_load_failures": (
-        "load_failures",
-        "Requests whose pages did not all come from the engine that prefilled.",
-    ),
     "spec_decode_num_drafts": ("draft_runs", "Times that a row ran guesses of next tokens."),
     "spec_decode_num_draft_tokens": ("drafted_tokens", "Guesses that ran."),
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guesses that were right."),
@@ -88,6 +84,14 @@ COUNTERS = {
     "frame_bytes": ("frame_bytes", "Bytes that were fetched."),
 }
 """Metric (without _total) -> (key of the engine's totals, help)."""
+
+BY_REASON = {
+    "kv_load_failures": (
+        "load_failures",
+        "Requests whose pages did not all come from the engine that prefilled.",
+    ),
+}
+"""Likewise, where the totals have a count for each reason."""
 
 
 def _usage(totals: Mapping[str, float]) -> float:
@@ -117,7 +121,7 @@ class EngineView(NamedTuple):
         phases: start-up seconds by phase.
     """
 
-    totals: Mapping[str, float]
+    totals: Mapping[str, Any]
     phases: Mapping[str, float]
 
 
@@ -324,6 +328,13 @@ class _EngineCollector(Collector):
         for name, (key, text) in COUNTERS.items():
             family = CounterMetricFamily(f"cairn:{name}", text, labels=("model_name", "replica"))
             yield self._filled(family, {i: t[key] for i, t in totals.items()})
+        for name, (key, text) in BY_REASON.items():
+            labels = "model_name", "replica", "reason"
+            family = CounterMetricFamily(f"cairn:{name}", text, labels=labels)
+            for i, t in totals.items():
+                for reason, count in t[key].items():
+                    family.add_metric((self._model_name, str(i), reason), count)
+            yield family
 
     def _gauge(self, name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"cairn:{name}", text, labels=("model_name", "replica", *labels))

@@ -6,7 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.engine.messages import Delta, Stats, Timing
 from cairn.obs import metrics as module
-from cairn.obs.metrics import COUNTERS, GAUGES, EngineView, Metrics
+from cairn.obs.metrics import BY_REASON, COUNTERS, GAUGES, EngineView, Metrics
 
 
 def view(stats=None, step_age=0.0):
@@ -57,14 +57,19 @@ def test_names_that_dashboards_of_the_field_ask_for():
 def test_every_total_of_the_engine_is_shown():
     """Each field has a value of its own and is found under its name."""
     names = Stats.__struct_fields__
-    stats = Stats(**{name: i + 2 for i, name in enumerate(names)})
+    values = {name: i + 2 for i, name in enumerate(names)}
+    reasons = {key: {"ticket": values[key], "damaged": 1} for key, _ in BY_REASON.values()}
+    stats = Stats(**{**values, **reasons})
     found = scraped(made(stats, step_age=0.25))
     shown = {}
     for table, suffix in ((GAUGES, ""), (COUNTERS, "_total")):
         for metric, (key, _) in table.items():
             shown[key] = found[(f"cairn:{metric}{suffix}",)]
+    for metric, (key, _) in BY_REASON.items():
+        shown[key] = found[(f"cairn:{metric}_total", "ticket")]
+        assert found[(f"cairn:{metric}_total", "damaged")] == 1
     assert shown.pop("step_age") == 0.25
-    assert shown == {name: i + 2 for i, name in enumerate(names)}
+    assert shown == values
 
 
 def test_shares():
