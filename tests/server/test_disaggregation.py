@@ -96,8 +96,8 @@ def test_a_dead_server_that_decodes_leaves_nothing(servers, tmp_path):
     prefill, survivor = servers
     body = {"prompt": f"left {PROMPT}", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     asked = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-    first, second = (prefill.complete(**asked).json()["kv_transfer_params"] for _ in range(2))
     with running(tmp_path, str(MODEL), *FLAGS, "--disaggregation-mode", "decode") as decode:
+        first, second = (prefill.complete(**asked).json()["kv_transfer_params"] for _ in range(2))
         taken = {**body, "kv_transfer_params": first, "stream": True}
         with httpx.stream("POST", f"{decode.url}/v1/completions", json=taken, timeout=60) as stream:
             lines = (line for line in stream.iter_lines() if line.startswith("data: "))
