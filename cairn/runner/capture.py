@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cairn import ops
 from cairn.distributed.groups import ALONE, Group
+from cairn.errors import OutOfMemory
 
 WARM_UPS = 2
 """Warm-up runs before a capture, which compile kernels and allocate workspaces."""
@@ -56,7 +57,8 @@ def capture(run: Callable[[bool], Tensor], pool: Any, group: Group = ALONE) -> C
 
     Raises:
         torch.OutOfMemoryError: the graph takes more memory than is free, on this rank or another;
-            or the step does, on this one.
+            or the step does, where there is one rank.
+        OutOfMemory: the step does, and others wait in its collectives.
     """
     stream = _beside(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -64,6 +66,13 @@ def capture(run: Callable[[bool], Tensor], pool: Any, group: Group = ALONE) -> C
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
                 run(True)
+    except torch.OutOfMemoryError as error:
+        if group.alone:
+            raise
+        raise OutOfMemory(
+            f"the steps of all rows do not fit beside the pages ({error})",
+            "Lower kv_cache_memory (--kv-cache-memory), or give --disable-cuda-graph",
+        ) from error
     finally:
         # Work that a failed run has queued still reads buffers that the next step would overwrite.
         torch.cuda.current_stream().wait_stream(stream)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cairn.distributed.groups import Group
+from cairn.errors import OutOfMemory
 from cairn.runner import capture as module
 from cairn.runner.capture import capture
 
@@ -68,6 +69,10 @@ def test_work_of_a_failed_rehearsal_is_awaited(played):
     with pytest.raises(torch.OutOfMemoryError):
         capture(run, None)
     assert len(main.awaited) == 1 and not used
+    # Other ranks would wait for this one in the step's sums: the engine ends, and says why.
+    with pytest.raises(OutOfMemory, match=r"CUDA out of memory.*--kv-cache-memory"):
+        capture(run, None, Group(0, 2))
+    assert len(main.awaited) == 2 and not used
 
 
 @pytest.mark.parametrize("fails", [0, 1])
