@@ -33,9 +33,9 @@ if TYPE_CHECKING:
         TokenLogprobs,
     )
 
-# GNU's OpenMP reads this when torch is first imported. By default a thread that waits for others
-# spins for milliseconds: with another program on the same cores, 4,000 tokens were read in 12 s and
-# not in 4.
+# GNU's OpenMP reads this when torch is first imported. By default waiting threads spin for
+# milliseconds: with another program on the same cores, a prefill of 4,000 tokens took 12 s instead
+# of 4.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

@@ -1,4 +1,4 @@
-"""`python -m cairn`: the command line where the command itself is not installed."""
+"""`python -m cairn`: the command line, without the installed script."""
 
 from cairn.cli.main import main
 

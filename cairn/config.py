@@ -1,4 +1,4 @@
-"""Engine options, and `resolve`: every automatic choice is made here, once, with its reason."""
+"""Engine options, and `resolve`, which makes every automatic choice and records its reason."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from cairn.specs.speculation import NEXTN, Speculation, SpeculativeOptions, reso
 
 GIB = 1 << 30
 HOST_SHARE = 0.4
-"""Share of the free host memory that pages take where no option says."""
+"""Default share of the free host memory for the page pool on a CPU."""
 GPU_CHUNK = 132 * 128
-"""Slots of a step on a GPU: 16,384 tokens with their landmarks, in tiles of 128."""
+"""Default slots per step on a GPU: 16,384 tokens with their landmarks, a multiple of 128."""
 CPU_CHUNKS = {"float32": 17 * 64, "float16": 17 * 64, "bfloat16": 33 * 64}
-"""Default chunks on a CPU in slots: 1,024 tokens and, where matrix products are fast, 2,048."""
+"""Default slots per step on a CPU, by dtype: 1,024 tokens, or 2,048 in bfloat16."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SMALL_KV_DTYPES = (*KV_FORMATS, "fp8_ds")
 KV_CACHE_DTYPES = ("auto", "bf16", *SMALL_KV_DTYPES)
@@ -55,39 +55,38 @@ class EngineOptions(
     MixerOptions,
     MediaOptions,
 ):
-    """The user's options; None or "auto" leaves the choice to `resolve`.
+    """Options of an engine. None or "auto" leaves the choice to `resolve`.
 
-    Options of single mixers, of speculative decoding, of images, of disaggregation, of experts and
-    of nodes are inherited: each is declared and resolved where its mixer is, or in `cairn.specs`.
+    Options of mixers, speculative decoding, images, disaggregation, experts and nodes are inherited
+    from the classes that declare and resolve them.
 
     Attributes:
         dtype: "auto", "float32", "bfloat16" or "float16".
         device: "auto", "cpu", "cuda" or "cuda:N", which becomes the process's current device.
-        kv_cache_dtype: of what pages hold: "auto" (the dtype), "bf16" (must be it), "fp8_e4m3" or
-            "fp4_e2m1" of keys and values, "fp8_ds" of latent attention.
-        max_model_len: longest sequence in user tokens, prompt and output together.
-        allow_long_max_model_len: max_model_len may be longer than the model was made for.
+        kv_cache_dtype: dtype of the cache: "auto" (`dtype`), "bf16" (requires that `dtype`),
+            "fp8_e4m3" or "fp4_e2m1" for keys and values, "fp8_ds" for latent attention.
+        max_model_len: maximum length of prompt and output together, in user tokens.
+        allow_long_max_model_len: max_model_len may exceed the length the model was trained for.
         kv_cache_memory: bytes of the page pool of each rank, or text such as "4GiB".
-        kv_host_memory: bytes of host memory, or text such as "64GiB", in which pages stay that the
-            device's prefix cache gives up; None: they are lost.
-        kv_host_tier: all pages of landmark layers live in kv_host_memory. The device keeps their
-            summaries, the pages under windows, and in the rest of its pages' memory frames, into
-            which the pages come that queries select.
-        gpu_memory_utilization: share of a GPU's memory of which pages get what is left.
-        disable_cuda_graph: all steps on a GPU are launched operation by operation.
-        disable_overlap_schedule: a step on a GPU is planned when the one before has ended.
+        kv_host_memory: bytes of host memory, or text such as "64GiB", for pages that the prefix
+            cache on the device evicts; None discards them.
+        kv_host_tier: keep all pages of landmark layers in kv_host_memory. The device keeps their
+            summaries, the window pages, and frames, which cache selected pages.
+        gpu_memory_utilization: share of a GPU's memory for weights, activations and pages.
+        disable_cuda_graph: launch the operations of all steps on a GPU one by one.
+        disable_overlap_schedule: plan a step on a GPU after the previous one has ended.
         page_size: slots per page; must be the chunk size of a landmark model.
-        seed: base of the draws of requests that bring no seed.
-        max_num_seqs: requests that run at once.
-        chunked_prefill_size: slots that one step may run.
-        itl_target_ms: milliseconds between the tokens of a running stream, to be kept while others
-            prefill: chunks are sized by measured step times. None: chunks keep their size.
-        enable_prefix_caching: pages of finished work serve later requests.
-        load_format: "auto" reads the folder's weights; "random" draws them (benchmarks).
-        quantization: "auto": as the checkpoint is, experts in fp4 dequantised when they are read;
-            "fp8": matrices of one that is not quantised become e4m3 with a scale for each row when
-            they are read; "fp4": experts in fp4 are dequantised when they run.
-        tensor_parallel_size: ranks that hold the model together: GPUs, or on the CPU processes.
+        seed: base seed of the sampling of requests without a seed.
+        max_num_seqs: maximum number of running requests.
+        chunked_prefill_size: maximum number of slots per step.
+        itl_target_ms: target of the milliseconds between two tokens of a running stream while other
+            requests prefill; chunks are sized by measured step times. None keeps chunks fixed.
+        enable_prefix_caching: reuse the pages of finished requests for later ones.
+        load_format: "auto" reads the folder's weights, "random" generates weights (benchmarks).
+        quantization: "auto" keeps the checkpoint's format, except that experts in fp4 are
+            dequantised on load; "fp8" converts the matrices of an unquantised checkpoint to e4m3
+            with row-wise scales on load; "fp4" dequantises experts in fp4 when they run.
+        tensor_parallel_size: number of ranks that share the model: GPUs, or processes on a CPU.
     """
 
     dtype: str = "auto"
@@ -144,9 +143,9 @@ class Machine:
     """Properties of the machine that `resolve` needs.
 
     Attributes:
-        has_cuda: a CUDA device can be used.
-        native_bf16: the device that will be used multiplies bfloat16 matrices in hardware.
-        free_memory: bytes free on the device that will be used.
+        has_cuda: there is a usable CUDA device.
+        native_bf16: the engine's device multiplies bfloat16 matrices in hardware.
+        free_memory: free bytes on the engine's device.
     """
 
     has_cuda: bool
@@ -156,14 +155,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The resolved engine configuration: no "auto", no None that means "choose later".
+    """The resolved engine configuration, without "auto".
 
-    `model` is the model with the options of its mixers applied.
-    `itl_target_ms` is None where no target was given: chunks then keep their size.
-    `speculation` is None where no next tokens are guessed, `balance` where experts stay in their
-    places, `nodes` where all ranks are on this host.
-    One of `kv_cache_memory` and `gpu_memory_utilization` is None: the other one sizes the pages,
-    whose number and the longest sequence are settled by the memory plan.
+    `model` has the options of its mixers applied.
+    `itl_target_ms` is None without a target: chunks then have a fixed size.
+    `speculation` is None without speculative decoding, `balance` without expert balancing, `nodes`
+    if all ranks are on this host.
+    Exactly one of `kv_cache_memory` and `gpu_memory_utilization` is None; the other one sizes the
+    page pool. The memory plan computes the number of pages and the longest sequence.
     """
 
     model: ModelSpec
@@ -194,20 +193,20 @@ class EngineConfig:
 
     @property
     def staging(self) -> int:
-        """Bytes of GPU memory for records; 0: they are in host memory, or there are none."""
+        """Bytes of GPU memory for page transfers; 0 if they use host memory or are disabled."""
         return 0 if self.disaggregation is None else self.disaggregation.staging
 
     @property
     def ranks_here(self) -> int:
-        """Ranks of this host."""
+        """Number of ranks on this host."""
         return self.tensor_parallel_size // (1 if self.nodes is None else self.nodes.count)
 
 
 def resolve(options: EngineOptions, model: ModelSpec, machine: Machine) -> EngineConfig:
-    """Settle every option for this model and machine.
+    """Resolve all options for a model and a machine.
 
     Raises:
-        BadConfig: an option that is impossible here; the message holds the right value.
+        BadConfig: an option that is invalid here; the message contains a valid value.
     """
     notes = Notes()
     device = options.device
@@ -361,8 +360,7 @@ def _resolve_chunk(options: EngineOptions, device: str, dtype: str, notes: Notes
     if options.chunked_prefill_size is not None:
         return options.chunked_prefill_size
     chunk = GPU_CHUNK if device.startswith("cuda") else CPU_CHUNKS[dtype]
-    # Without a target, step sizes do not depend on measured times, so a run is reproducible step by
-    # step.
+    # Step sizes must not depend on measured times by default, so that runs are reproducible.
     reason = f"the default on {device} in {dtype}; "
     fixed = options.itl_target_ms is None
     reason += "no itl_target_ms asks for smaller chunks" if fixed else "cut to fit itl_target_ms"
@@ -428,7 +426,7 @@ def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def _check_target(target: object, chunk: int | None) -> None:
-    """Refuse an itl_target_ms that is not positive, or one together with a fixed chunk size."""
+    """Raise BadConfig for an itl_target_ms that is not positive, or is given with a chunk size."""
     if target is None:
         return
     duration = isinstance(target, int | float) and 0 < target < math.inf
@@ -443,7 +441,7 @@ def _check_target(target: object, chunk: int | None) -> None:
 
 
 def _check_share(share: object, memory: object) -> None:
-    """Refuse a share outside (0, 1], or one together with a fixed size of the page pool."""
+    """Raise BadConfig for a share outside (0, 1], or one given with a size of the page pool."""
     if share is None:
         return
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:

@@ -1,21 +1,21 @@
-"""Exceptions. Each class has an HTTP status; an instance may carry a hint what to do."""
+"""Exceptions. Each class has an HTTP status; an instance may have a hint."""
 
 from __future__ import annotations
 
 
 class CairnError(Exception):
-    """Base of everything this engine raises on purpose.
+    """Base class of all exceptions that cairn raises intentionally.
 
     Args:
         message: what was wrong, with the offending value.
-        hint: what the user can do about it; appended to the text.
+        hint: what the user can do; appended to the text.
     """
 
     http_status = 500
     param: str | None = None
-    """The field of the request at fault, where there is one."""
+    """Path of the invalid request field, if there is one."""
     retry_after: int | None = None
-    """Seconds after which trying again makes sense, at least 1; None: it does not."""
+    """Seconds to wait before a retry, at least 1; None if a retry is pointless."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         self.message = message
@@ -24,17 +24,17 @@ class CairnError(Exception):
 
 
 class BadRequest(CairnError, ValueError):
-    """A request that can never be served: out of range, contradictory or unknown."""
+    """An invalid request: a value that is out of range, contradictory or unknown."""
 
     http_status = 400
 
 
 class TooLong(BadRequest):
-    """A prompt (with its output) that fits neither the model nor the page pool."""
+    """A prompt that, with its output, exceeds the model's context or the page pool."""
 
 
 class Busy(CairnError):
-    """The engine is full for the moment; the same request may succeed later.
+    """The queue is full; the same request may succeed later.
 
     Args:
         message, hint, retry_after: as in CairnError.
@@ -48,21 +48,21 @@ class Busy(CairnError):
 
 
 class BadModel(CairnError, ValueError):
-    """A model folder that cannot be served: a config, a weight or a tokenizer that is wrong."""
+    """A model folder with an invalid or unsupported config, weights or tokenizer."""
 
     http_status = 500
 
 
 class BadConfig(CairnError, ValueError):
-    """An engine option that is impossible for this model or machine."""
+    """An option that is invalid for this model or machine."""
 
 
 class BadArgument(CairnError, ValueError):
-    """An argument of an op: a shape, dtype, device, layout or value that the op does not take."""
+    """An argument of an op with an unsupported shape, dtype, device, layout or value."""
 
 
 class OutOfMemory(CairnError, MemoryError):
-    """The memory plan does not fit; the hint names the one option to change."""
+    """The memory plan does not fit; the hint names the option to change."""
 
 
 def short_of_memory(error: BaseException) -> OutOfMemory | None:
@@ -81,17 +81,17 @@ def short_of_memory(error: BaseException) -> OutOfMemory | None:
 
 
 class InvariantError(CairnError, AssertionError):
-    """An internal bookkeeping rule was broken: a bug, never the user's fault."""
+    """An internal invariant is violated: a bug."""
 
 
 class PeerFailed(CairnError):
-    """Another engine did not give what a request needs of it."""
+    """Another engine failed to provide what a request needs, such as the pages of its prompt."""
 
     http_status = 503
 
 
 class EngineDead(CairnError, RuntimeError):
-    """The engine stopped; no request can be served until it is started again.
+    """The engine has stopped and has to be restarted.
 
     Args:
         message, hint, retry_after: as in CairnError.
@@ -106,5 +106,5 @@ class EngineDead(CairnError, RuntimeError):
         super().__init__(message, hint)
 
     def again(self) -> EngineDead:
-        """The same error for one more reader; a shared one would collect every traceback."""
+        """A copy to raise elsewhere. A shared instance would accumulate tracebacks."""
         return EngineDead(self.message, self.hint, self.retry_after)

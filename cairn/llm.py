@@ -1,4 +1,4 @@
-"""The engine in one process, for scripts and notebooks."""
+"""LLM: the engine in this process, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Message = Mapping[str, Any]
 MEDIA = "multi_modal_data"
 PROMPT_KEYS = ("prompt", "prompt_token_ids", MEDIA)
 NEVER = (1 << 31) - 1
-"""Collections of young objects before Python's collector looks at all there are."""
+"""Threshold of the garbage collector's oldest generation that disables full collections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,22 @@ class Stats:
     Attributes:
         steps: forward passes.
         prompt_tokens: user tokens of all prompts.
-        cached_prompt_tokens: of those, taken from the prefix cache.
-        prefill_tokens, decode_tokens: user tokens that ran.
-        generated_tokens: tokens that were sampled.
-        prefill_seconds, decode_seconds: wall time of the steps; what a mixed one took
-            beyond what its decoding rows are expected to take alone is prefill.
-        model_seconds: time inside the model and the sampler.
+        cached_prompt_tokens: prompt tokens read from the prefix cache.
+        prefill_tokens, decode_tokens: user tokens that were computed.
+        generated_tokens: sampled tokens.
+        prefill_seconds, decode_seconds: wall time of the steps. The time of a mixed step beyond the
+            expected time of its decoding rows counts as prefill.
+        model_seconds: time of the model and the sampler.
         host_seconds: the rest of the steps' time.
         queries: queries of landmark layers, landmarks included.
         pages_read: pages that they read (selected and window), averaged over KV heads.
-        pages_held: pages that dense attention would have read in their place.
-        preemptions: requests whose pages were taken back for a while.
-        draft_runs, drafted_tokens, accepted_tokens: of speculative decoding,
-            see `cairn.engine.drafts.DraftTotals`.
-        steady: what steps that only decode cost the host.
-        frame_hits, frame_misses: selected pages in host memory that were in frames on the device,
-            and that were fetched; of each KV head.
+        pages_held: pages that dense attention would have read.
+        preemptions: how often a running request lost its pages to others.
+        draft_runs, drafted_tokens, accepted_tokens: totals of speculative decoding, see
+            `cairn.engine.drafts.DraftTotals`.
+        steady: host times of steps that only decode.
+        frame_hits, frame_misses: host tier: selected pages, per KV head, that were in frames on the
+            device, and that were fetched from host memory.
     """
 
     steps: int
@@ -83,15 +83,15 @@ class Stats:
 
 
 class LLM:
-    """A model folder, ready to generate.
+    """An engine with a loaded model.
 
     Args:
         model: folder with config.json, safetensors and (for text) a tokenizer; or a GGUF file;
-            None: the model that ships with the package.
-        options: the fields of `cairn.config.EngineOptions` as keywords.
+            None for the model of the package.
+        options: fields of `cairn.config.EngineOptions`.
 
     Raises:
-        BadRequest: an option that does not exist (with the nearest name).
+        BadRequest: an unknown option; the message suggests the nearest name.
         BadModel, BadConfig, OutOfMemory: see `cairn.engine.build.build`.
     """
 
@@ -117,26 +117,27 @@ class LLM:
 
     @cached_property
     def default_params(self) -> SamplingParams:
-        """Parameters of calls without any: what the model's generation_config.json recommends.
+        """Default sampling parameters, from the model's generation_config.json.
 
         Raises:
-            BadModel: the file has a value that is no such parameter.
+            BadModel: the file has an invalid value.
         """
         return SamplingParams(**recommended_sampling(self._path))
 
     @property
     def engine(self) -> Built:
-        """The assembled engine, for tools that look inside."""
+        """The engine's components, for tools that inspect them."""
         return self._built
 
     @property
     def has_tokenizer(self) -> bool:
-        """Text goes in and comes out; without a tokenizer, token ids alone."""
+        """Whether the model has a tokenizer. Without one, prompts and outputs are token ids
+        only."""
         return self._core.tokenizer is not None
 
     @property
     def max_model_len(self) -> int:
-        """Longest prompt with its output, in user tokens."""
+        """Maximum length of prompt and output together, in user tokens."""
         return self._built.memory.max_model_len
 
     def generate(
@@ -147,21 +148,22 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate for every prompt; the results stand in the order of the prompts.
+        """Generate outputs for prompts, in their order.
 
         Args:
-            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or a list; with
-                `"multi_modal_data": {"image": ..., "video": ...}` beside it in models that see. An
-                image is one of Pillow, a file's bytes, a URL or uint8 [height, width, 3]; a video a
-                list of images or uint8 [frames, height, width, 3], or `(video, {"fps": 24})`; a
-                list stands for several. In the prompt stands one placeholder token for each.
-            sampling_params: one for all, or one per prompt; None: `default_params`.
-            use_tqdm: show a progress bar (on a terminal).
-            priority: one per prompt, smaller goes first.
+            prompts: one prompt or a list. A prompt is a text, `{"prompt": text}` or
+                `{"prompt_token_ids": [...]}`. For models with a vision encoder it may have
+                `"multi_modal_data": {"image": ..., "video": ...}`: an image is a Pillow image, the
+                bytes of a file, a URL or uint8 [height, width, 3]; a video is a list of images,
+                uint8 [frames, height, width, 3] or `(video, {"fps": 24})`; a list holds several.
+                The prompt has one placeholder token for each.
+            sampling_params: one for all prompts, or one per prompt; None for `default_params`.
+            use_tqdm: show progress bars (on a terminal).
+            priority: one value per prompt; smaller values are scheduled first.
 
         Raises:
-            BadRequest: a prompt or parameter that can never be served; then none has run.
-            TooLong: a prompt longer than the model or the pool allows.
+            BadRequest: an invalid prompt or parameter. Nothing has been generated then.
+            TooLong: a prompt exceeds the model's context or the page pool.
         """
         given = _listed(prompts)
         params = self._params(sampling_params, len(given))
@@ -186,10 +188,11 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate the assistant's answer to one conversation, or to each of several.
+        """Generate the assistant's next message in one conversation, or in each of several.
 
-        Content may have parts {"type": "image_url", "image_url": {"url": ...}}, or "image" and
-        "video" with what `generate` takes, in models that see.
+        For models with a vision encoder, content may have parts
+        {"type": "image_url", "image_url": {"url": ...}}, or of type "image" and "video" with the
+        values that `generate` accepts.
 
         Raises:
             BadRequest: a message without role or content, or a model without tokenizer.
@@ -202,7 +205,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _chat_prompt(self, conversation: Sequence[Message]) -> Prompt:
-        """A conversation as a prompt."""
+        """Render a conversation to a prompt."""
         messages, given = taken_out(conversation)
         self._media.check(given)
         ids = self._tokenizer().apply_chat(messages, placeholders=self._media.placeholders)
@@ -211,9 +214,10 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[str, RequestOutput]]:
-        """Generate for one prompt, giving (new text, result so far) after every step that moves it.
+        """Generate for one prompt. Yields (new text, result so far) after each step with new
+        tokens.
 
-        The pieces joined are the text of the result. Closing the iterator aborts the request.
+        The concatenated pieces are the text of the result. Closing the iterator aborts the request.
 
         Raises:
             BadRequest: as `generate`; also for n > 1.
@@ -229,8 +233,8 @@ class LLM:
             part = job.parts[0]
             for changed in self._run([job], None):
                 if part in changed:
-                    # Read before `yield`: while the caller runs, another call of theirs may step
-                    # the engine and finish this output.
+                    # Read before `yield`: the caller may call another method, which steps the
+                    # engine and finishes this output.
                     told = part.finished
                     yield part.stream.take(), job.result()
             if not told:
@@ -261,7 +265,7 @@ class LLM:
         )
 
     def shutdown(self) -> None:
-        """Drop the model and its pages; the object cannot be used afterwards."""
+        """Free the model and its pages. The object cannot be used afterwards."""
         self._core.executor.shutdown()
         del self._built, self._core
 
@@ -281,7 +285,7 @@ class LLM:
         return list(given)
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[_Encoded]:
-        """Each prompt's text (None for token prompts), its ids and images."""
+        """Encode the prompts."""
         parts = [self._text_or_ids(prompt) for prompt in prompts]
         texts = [part for part in parts if isinstance(part, str)]
         encoded = iter(self._tokenizer().encode_all(texts) if texts else ())
@@ -318,7 +322,7 @@ class LLM:
         return tokenizer
 
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise what `generate` says, for a grammar that cannot be compiled too."""
+        """Raise the errors of `generate`, also for a grammar that cannot be compiled."""
         self._core.check(ids, params)
         if params.grammar is not None and self._core.grammars is not None:
             self._core.grammars.compile(params.grammar)
@@ -329,8 +333,11 @@ class LLM:
         params: list[SamplingParams],
         order: Sequence[int],
     ) -> list[_Job]:
-        """Check all prompts, then queue them. Their ids are kept as the engine's numbers: lists of
-        long prompts would be walked by Python's collector while the steps run."""
+        """Check all prompts, then queue them.
+
+        Their ids are kept as the engine's arrays, because Python's garbage collector would traverse
+        the lists of long prompts during the steps.
+        """
         for one, param in zip(encoded, params, strict=True):
             self._check(one.ids, param)
         return [
@@ -341,7 +348,7 @@ class LLM:
     def _submit(self, prompt: _Encoded, params: SamplingParams, priority: int) -> _Job:
         self._count += 1
         name = f"request-{self._count}"
-        # Prompt log-probabilities are the prompt's, not a continuation's: the first reports them.
+        # Prompt log-probabilities are equal for all outputs, so only the first computes them.
         others = replace(params, prompt_logprobs=None)
         parts = [
             self._core.add(
@@ -357,7 +364,7 @@ class LLM:
         return _Job(name, prompt.text, parts)
 
     def _run(self, jobs: list[_Job], progress: Progress | None) -> Iterator[list[Continuation]]:
-        """Step until the jobs are done; gives the continuations that moved, after every step."""
+        """Step until the jobs are done. Yields the outputs with new tokens after every step."""
         left = [part for job in reversed(jobs) for part in reversed(job.parts)]
         before = replace(self._core.stats)
         while left:
@@ -383,9 +390,11 @@ class LLM:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Within, Python's collector looks at young objects alone. To walk all that PyTorch brings
-    takes it 0.2 s, as long as a hundred steps, and what is reported of tokens sets it off again and
-    again. Steps leave no cycles behind that only it would find."""
+    """Context manager: disable full garbage collections, which generated outputs trigger.
+
+    A full collection traverses all objects of PyTorch, which takes 0.2 s, as long as a hundred
+    steps. Steps create no reference cycles that it could free.
+    """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, middle, NEVER)
     try:
@@ -395,12 +404,12 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Encoded(NamedTuple):
-    """A prompt as the engine takes it.
+    """An encoded prompt.
 
     Attributes:
-        text: None for a token prompt.
-        ids: its tokens.
-        media: its images and videos; None: it has none.
+        text: its text, None for a prompt of token ids.
+        ids: its token ids.
+        media: its images and videos, None without any.
     """
 
     text: str | None
@@ -410,7 +419,7 @@ class _Encoded(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """A prompt with its continuations."""
+    """A prompt with its outputs."""
 
     name: str
     text: str | None
@@ -424,13 +433,13 @@ class _Job:
 
     @property
     def ids(self) -> list[int]:
-        """The prompt, as a list from the first time on that somebody asks."""
+        """The prompt's ids as a list, converted at the first call."""
         if self._ids is None:
             self._ids = self.parts[0].request.tokens[: self.num_prompt].tolist()
         return self._ids
 
     def result(self) -> RequestOutput:
-        """What is known now."""
+        """The result so far."""
         first = self.parts[0]
         return RequestOutput(
             request_id=self.name,
@@ -444,7 +453,7 @@ class _Job:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list."""
+    """Convert one prompt or several to a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):
@@ -456,7 +465,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _checked_ids(ids: Any) -> list[int]:
-    """Token ids as plain integers, or BadRequest."""
+    """Convert token ids to a list of integers. Raises BadRequest for anything else."""
     found = ids.tolist() if hasattr(ids, "tolist") else ids
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         raise BadRequest(f"prompt_token_ids must be a list of integers, not {type(ids).__name__}")

@@ -1,4 +1,4 @@
-"""Unknown names are refused with the nearest known one."""
+"""Errors for unknown names, which suggest the nearest known name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ T = TypeVar("T", bound=type)
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
-    """The known name most like `name`, or None when none has the likeness, up to 1."""
+    """The known name most similar to `name`, or None if no similarity reaches `likeness` (0 to
+    1)."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return found[0] if found else None
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What to do about an unknown name: the known one most like it, or all of them."""
+    """The hint for an unknown name: the most similar known name, or all known names."""
     known = list(known)
     close = nearest(name, known)
     return f"Did you mean {close!r}?" if close else f"Known: {', '.join(sorted(known))}"
@@ -35,7 +36,8 @@ def refuse_unknown(owner: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def checked_keywords(cls: T) -> T:
-    """Class decorator: an unknown keyword raises BadRequest with the nearest name."""
+    """Class decorator: an unknown keyword of the constructor raises BadRequest with a
+    suggestion."""
     original: Callable[..., None] = cls.__init__  # type: ignore[misc]
     known = [n for n in inspect.signature(original).parameters if n != "self"]
 

@@ -1,6 +1,6 @@
-"""Types passed between the user and the engine: parameters, outputs, finish reasons.
+"""Types of the public API: sampling parameters, outputs, finish reasons.
 
-Standard library only.
+Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cairn.names import checked_keywords
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Why an output ended."""
 
     STOP = "stop"
     """An end-of-sequence id, a stop id or a stop string was produced."""
@@ -34,11 +34,11 @@ GRAMMAR_KINDS = ("json_schema", "regex", "ebnf")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Constraint on an output. Raises BadRequest for an unknown kind or an empty text.
+    """A constraint on the output. Raises BadRequest for an unknown kind or an empty text.
 
     Attributes:
         kind: "json_schema" (the schema as JSON; `{"type": "object"}` for any object), "regex"
-            (the whole output matches) or "ebnf" (a Lark grammar or a GBNF one, by its form).
+            (the whole output matches) or "ebnf" (a grammar in Lark's or GBNF syntax).
         text: the schema, expression or grammar.
     """
 
@@ -56,32 +56,36 @@ class Grammar:
 @checked_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the tokens of one request. Raises BadRequest for a value out of range.
+    """Sampling parameters of a request. Raises BadRequest for a value out of range.
 
     Attributes:
-        n: number of independent continuations, >= 1.
-        temperature: >= 0; 0 is greedy.
-        top_p: keep the smallest set of tokens whose mass reaches it, in (0, 1]; 1 keeps all.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        min_p: keep tokens with at least this share of the most likely one's mass, in [0, 1].
-        seed: any 64-bit integer; the same seed gives the same draws in a batch and alone.
-        max_tokens: at most this many tokens are generated; None: as many as fit; 0: none, the
-            prompt is run for its log-probabilities.
-        min_tokens: no stop id or stop string ends the output before this many tokens.
-        stop: strings that end the output (not part of the text).
-        stop_token_ids: ids that end the output (not part of the text).
-        ignore_eos: the model's end-of-sequence ids do not end the output.
-        skip_special_tokens: the text leaves special tokens out.
-        include_stop_str_in_output: the text keeps the stop string or stop id that ended it.
-        logprobs: number of alternatives reported per generated token; 0: the chosen one only,
-            -1: the whole user vocabulary, None: nothing.
+        n: number of independent outputs, >= 1.
+        temperature: >= 0; 0 for greedy decoding.
+        top_p: sample from the smallest set of tokens whose probabilities sum to at least this, in
+            (0, 1]; 1 for all.
+        top_k: sample from the k most likely tokens; 0 or -1 for all.
+        min_p: drop tokens whose probability is below this share of the most likely token's, in
+            [0, 1].
+        seed: 64-bit integer. The same seed gives the same tokens, in a batch and alone.
+        max_tokens: maximum number of generated tokens. None for as many as fit the context; 0 runs
+            the prompt for its log-probabilities only.
+        min_tokens: minimum number of tokens before a stop condition applies.
+        stop: strings that end the output; not part of the text.
+        stop_token_ids: token ids that end the output; not part of the text.
+        ignore_eos: continue after the model's end-of-sequence ids.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string or stop token in the text.
+        logprobs: number of alternatives to report per generated token; 0 for the sampled token
+            only, -1 for the whole user vocabulary, None for no report.
         prompt_logprobs: the same for prompt tokens.
-        presence_penalty: subtracted once from every token already generated, in [-2, 2].
-        frequency_penalty: subtracted per occurrence among the generated tokens, in [-2, 2].
-        repetition_penalty: > 0; divides (or multiplies) the logits of tokens in prompt or output.
+        presence_penalty: subtracted from the logit of every token already generated, in [-2, 2].
+        frequency_penalty: subtracted from a token's logit for each time it was generated, in
+            [-2, 2].
+        repetition_penalty: divides positive logits of tokens in prompt and output, and multiplies
+            negative ones; > 0.
         logit_bias: token id -> value added to its logit, in [-100, 100].
-        grammar: constraint on the output; None: none.
-        selection: report which pages every generated token's query read (landmark models only).
+        grammar: constraint on the output, or None.
+        selection: report the pages that each generated token's query read (landmark models only).
     """
 
     n: int = 1
@@ -154,12 +158,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the most likely token is always taken."""
+        """Whether decoding is greedy."""
         return self.temperature == 0.0
 
     @property
     def penalized(self) -> bool:
-        """True when the choice depends on which tokens came before."""
+        """Whether logits depend on the tokens of prompt and output."""
         return (
             self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
@@ -169,16 +173,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class KvTransferParams:
-    """Parameters of disaggregated prefill of a request, in vLLM's form.
+    """Parameters of disaggregated prefill, in vLLM's format.
 
     Attributes:
-        do_remote_decode: another engine goes on: keep the pages of the prompt for it. The answer
-            has the parameters for that engine.
-        do_remote_prefill: another engine computed the prompt: take its pages. The other fields are
-            those that it answered.
-        remote_engine_id: its name.
-        remote_host, remote_port: where it is asked for them.
-        remote_request_id: the right to them, hexadecimal.
+        do_remote_decode: keep the pages of the prompt for another engine. The response contains the
+            parameters for that engine.
+        do_remote_prefill: fetch the pages of the prompt from the engine that computed it. The other
+            fields are those of its response.
+        remote_engine_id: id of that engine.
+        remote_host, remote_port: address at which it serves pages.
+        remote_request_id: hexadecimal token that authorizes the transfer.
     """
 
     do_remote_decode: bool = False
@@ -232,12 +236,14 @@ class Logprob:
 class TokenLogprobs(Mapping[int, Logprob]):
     """Alternatives at one position: token id -> Logprob, most likely first.
 
-    The chosen token is always among them. Entries are built when asked for: a whole vocabulary per
-    token stays three flat sequences.
+    The sampled token is always among them. Logprob objects are created on access, so that a whole
+    vocabulary per token is stored as three flat sequences.
 
     Args:
-        ids: sequence or array of token ids; `values` and `ranks` run beside it.
-        decode: gives the text of a token id, None without a tokenizer.
+        ids: sequence or array of token ids.
+        values: log-probability of each.
+        ranks: rank of each, from 1.
+        decode: returns the text of a token id; None without a tokenizer.
     """
 
     __slots__ = ("_decode", "_ids", "_index", "_ranks", "_values")
@@ -273,22 +279,22 @@ class TokenLogprobs(Mapping[int, Logprob]):
 
     @property
     def columns(self) -> tuple[Any, Any, Any]:
-        """(ids, values, ranks) as they were given, most likely first."""
+        """(ids, values, ranks), most likely first."""
         return self._ids, self._values, self._ranks
 
 
 LISTED_BELOW = 256
-"""Positions with fewer alternatives become tuples, which are made and walked faster than arrays,
-and which Python's collector does not walk again and again, as it would lists."""
+"""Below this number of alternatives, a position's values are tuples: faster than arrays, and unlike
+lists untracked by the garbage collector."""
 
 
 class Alternatives(NamedTuple):
     """Log-probabilities reported at one position, most likely first.
 
     Attributes:
-        chosen: log-probability of the token that was taken.
-        ids, values, ranks: sequences or arrays, the reported tokens, the chosen one always among
-            them; ranks from 1.
+        chosen: log-probability of the sampled token.
+        ids, values, ranks: sequences or arrays: token ids, log-probabilities and ranks (from 1) of
+            the reported tokens, which include the sampled one.
     """
 
     chosen: float
@@ -299,12 +305,12 @@ class Alternatives(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogprobColumns:
-    """Log-probabilities at n positions, side by side.
+    """Log-probabilities at n positions, as arrays.
 
     Attributes:
-        ids: array [n, k + 1], the k most likely tokens, most likely first, and the chosen one.
-        values: array [n, k + 1], theirs.
-        ranks: array [n], that of the chosen token, from 1.
+        ids: [n, k + 1], ids of the k most likely tokens, most likely first, and of the sampled one.
+        values: [n, k + 1], their log-probabilities.
+        ranks: [n], rank of the sampled token, from 1.
     """
 
     ids: Any
@@ -315,7 +321,7 @@ class LogprobColumns:
         return len(self.ranks)
 
     def positions(self, begin: int = 0, end: int | None = None) -> Iterator[Alternatives]:
-        """Those from position `begin` up to `end`, one by one."""
+        """Yield the alternatives of positions `begin` to `end`."""
         ids, values = self.ids[begin:end], self.values[begin:end]
         k = ids.shape[1] - 1
         among = (ids[:, :k] == ids[:, k:]).any(axis=1).tolist()
@@ -336,12 +342,13 @@ class LogprobColumns:
 
 
 class PromptLogprobs(Sequence[TokenLogprobs | None]):
-    """Log-probabilities of a prompt's tokens: one entry per token, None for the first and for those
-    that have not run. Entries are built when asked for.
+    """Log-probabilities of a prompt's tokens: one entry per token, created on access.
+
+    Entries are None for the first token and for tokens that have not run.
 
     Args:
-        length: tokens of the prompt.
-        decode: gives the text of a token id, None without a tokenizer.
+        length: number of tokens of the prompt.
+        decode: returns the text of a token id; None without a tokenizer.
     """
 
     __slots__ = ("_begins", "_decode", "_end", "_length", "_parts")
@@ -354,7 +361,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
         self._end = 1
 
     def put(self, first: int, columns: LogprobColumns) -> None:
-        """Append entries for tokens first, first + 1, ...; first = 1 starts anew."""
+        """Append entries for tokens first, first + 1, ...; `first` = 1 clears earlier entries."""
         if first == 1:
             self._parts, self._begins = [], []
         elif first != self._end:
@@ -365,7 +372,7 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
     @property
     def parts(self) -> tuple[LogprobColumns, ...]:
-        """Those of tokens 1, 2, ... side by side, as they were put."""
+        """The columns of tokens 1, 2, ..., as appended."""
         return tuple(self._parts)
 
     @overload
@@ -401,19 +408,19 @@ class PromptLogprobs(Sequence[TokenLogprobs | None]):
 
 
 MAX_SELECTED_PAGES = 64
-"""Pages that a selection report names per layer: the heaviest."""
+"""Maximum number of pages per layer in a selection report, those with the largest weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSelection:
-    """Pages that one query read in one landmark layer, beside its window.
+    """Pages that a query selected in a landmark layer.
 
     Attributes:
         layer: index of the layer.
-        pages: logical page numbers, heaviest first; at most MAX_SELECTED_PAGES.
-        weights: share of each page in the layer's output, mean over the query heads; beside it
-            stand the window's share and (softmax1) a share that reads nothing.
-        window: share of the window.
+        pages: logical page numbers, largest weight first; at most MAX_SELECTED_PAGES.
+        weights: attention weight of each page, averaged over the query heads. The remaining weight
+            is that of the window and, with softmax1, of the zero logit.
+        window: attention weight of the window.
     """
 
     layer: int
@@ -424,18 +431,18 @@ class LayerSelection:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation of a request.
+    """One output of a request.
 
     Attributes:
-        index: 0 .. n-1.
-        text: the decoded output; empty without a tokenizer.
-        token_ids: user tokens only; a landmark is never among them.
-        cumulative_logprob: sum over the chosen tokens, None unless `logprobs` was asked for.
-        logprobs: one entry per generated token, None unless asked for.
+        index: index of the output, 0 .. n-1.
+        text: the decoded text; empty without a tokenizer.
+        token_ids: generated user tokens, without landmarks.
+        cumulative_logprob: sum over the generated tokens; None unless `logprobs` was requested.
+        logprobs: one entry per generated token; None unless requested.
         finish_reason: "stop", "length", "abort" or "error"; None while running.
         stop_reason: the stop string or stop id that ended it; None for end-of-sequence.
-        selection: one entry per generated token, what the query that produced it read in each
-            landmark layer; None unless asked for.
+        selection: selected pages, one entry per generated token, with one item per landmark layer;
+            None unless requested.
     """
 
     index: int
@@ -450,16 +457,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its continuations.
+    """A request with its outputs.
 
     Attributes:
-        request_id: the engine's name for it.
-        prompt: the text given, None for token prompts.
+        request_id: id of the request in the engine.
+        prompt: text of the prompt, None for a prompt of token ids.
         prompt_token_ids: user tokens of the prompt.
-        prompt_logprobs: one entry per prompt token, the first None; None unless asked for.
-        outputs: n continuations.
-        finished: all of them ended.
-        num_cached_tokens: prompt tokens taken from the prefix cache.
+        prompt_logprobs: one entry per prompt token, the first None; None unless requested.
+        outputs: the n outputs.
+        finished: whether all outputs have ended.
+        num_cached_tokens: prompt tokens read from the prefix cache.
     """
 
     request_id: str

@@ -1,3 +1,3 @@
-"""The package's version, apart from the package so that every room may read it."""
+"""The package's version, in a module that every layer may import."""
 
 __version__ = "0.1.0"

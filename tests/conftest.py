@@ -1,4 +1,4 @@
-"""Settings of every test, and the device it computes on."""
+"""Settings of all tests, and the device that they use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hypothesis import settings
 from tests.interpreting import quicken
 
 if not torch.cuda.is_available():
-    # Kernels run on CPU tensors here, one program after the other. Processes that tests start do
-    # not inherit that: they need no kernels, and are ready sooner.
+    # Kernels run on CPU tensors here, one program after the other. Child processes do not inherit
+    # that: they need no kernels and start faster.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     interpreted = import_module("cairn.ops.gpu").INTERPRETED
     with suppress(ImportError):
@@ -25,12 +25,12 @@ if not torch.cuda.is_available():
         quicken(import_module("triton.runtime.interpreter"))
     del os.environ["TRITON_INTERPRET"]
 
-# A busy machine may take long over one example; the suite has its own time limits.
+# On a busy machine an example may take long; the suite has its own time limits.
 settings.register_profile("cairn", deadline=None)
 settings.load_profile("cairn")
 
 MANY = 1000
-"""So many tests surely need all of the CPU's loops."""
+"""From this number of collected tests on, all CPU loops are compiled first."""
 
 
 DEVICES = ["cpu"]
@@ -38,10 +38,10 @@ if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
-# Of the session's scope: fixtures of a module, and hypothesis, take no narrower one.
+# Session scope, because fixtures of modules and hypothesis require it.
 @pytest.fixture(scope="session", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """A test that takes this runs on the CPU, and in the GPU suite on the GPU."""
+    """A test with this fixture runs on the CPU, and in the GPU suite on the GPU."""
     name: str = request.param
     return name
 
@@ -50,7 +50,8 @@ if torch.cuda.is_available():
 
     @pytest.fixture(autouse=True)
     def counters_are_set_back(request: pytest.FixtureRequest) -> Iterator[None]:
-        """What launches count by is 0 behind every test on a GPU: the next launch relies on it."""
+        """The counters of launches are 0 after every test on a GPU, which the next launch relies
+        on."""
         yield
         if request.node.get_closest_marker("gpu") is None:
             return
@@ -60,28 +61,28 @@ if torch.cuda.is_available():
             store = arrivals._store(index)
             for memory in (*store._of_streams.values(), *store._kept):
                 left = memory.nonzero()
-                # Engines take theirs where gradients are not kept.
+                # Engines allocate theirs without gradients.
                 with torch.inference_mode():
                     memory.zero_()
                 assert not len(left), f"counters {left[:4].tolist()} are not 0"
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Of the whole suite the second of two workers imports the modules from the last to the first.
-    Where no bytecode is kept each then compiles a half, and loads what the other has compiled."""
+    """In the whole suite, the second of two workers imports the modules in reverse order. Without
+    stored bytecode each then compiles one half and loads the other."""
     whole = session.config.args_source == pytest.Config.ArgsSource.TESTPATHS
     if whole and os.environ.get("PYTEST_XDIST_WORKER") == "gw1":
         folder = Path(__file__).parent
         for path in sorted(folder.rglob("test_*.py"), reverse=True):
             name = path.relative_to(folder.parent).with_suffix("").as_posix().replace("/", ".")
-            # What cannot be imported is told where it is collected.
+            # Import errors are reported at collection.
             with suppress(Exception, pytest.skip.Exception):
                 import_module(name)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Before the first test: loops that many need, and what is there by now stays, so that the
-    collector need not look at it again and again."""
+    """Before the first test: load the loops that many tests need, and freeze existing objects, so
+    that garbage collections skip them."""
     if len(session.items) >= MANY and not torch.cuda.is_available():
         compile_a_share()
     gc.collect()
@@ -89,9 +90,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def compile_a_share() -> None:
-    """Each of the first two workers compiles the loops for another dtype, of which each takes most
-    of a minute where none are kept; later they find each other's. Otherwise both would compile all.
-    The second begins with other loops: what two processes keep of one at the same time is lost.
+    """The first two workers each compile the loops of one dtype, and load those of the other later.
+
+    The second one begins with other loops, because a loop that two processes store at the same time
+    is lost.
     """
     dtypes = {"gw0": torch.float32, "gw1": torch.bfloat16}
     dtype = dtypes.get(os.environ.get("PYTEST_XDIST_WORKER", ""))
@@ -104,7 +106,7 @@ def compile_a_share() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked gpu is skipped where there is none."""
+    """Tests marked gpu are skipped without a GPU."""
     if torch.cuda.is_available():
         return
     for item in items:

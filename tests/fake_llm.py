@@ -1,4 +1,5 @@
-"""A stand-in for cairn.llm.LLM: no model, answers by a function, counts like the engine."""
+"""A substitute for cairn.llm.LLM without a model: outputs from a function, counters like the
+engine's."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace

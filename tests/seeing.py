@@ -1,4 +1,4 @@
-"""A small model that reads images and videos, with a tokenizer and a chat template."""
+"""A small model with a vision encoder, a tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ TEMPLATE = """\
 
 
 def config(**text: Any) -> dict[str, Any]:
-    """Of the model; `text` changes fields of its text model."""
+    """Config of the model; `text` changes fields of its text model."""
     return {
         "model_type": "qwen3_5",
         "image_token_id": IMAGE,
@@ -78,7 +78,7 @@ def config(**text: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, template: str | None = TEMPLATE, **text: Any) -> Path:
-    """The model's folder, whose weights are to be drawn (load_format "random")."""
+    """The model's folder, without weights (load_format "random")."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(**text)))
     sizes = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4}
@@ -98,7 +98,7 @@ def write(folder: Path, template: str | None = TEMPLATE, **text: Any) -> Path:
 
 
 def media_spec() -> MediaSpec:
-    """How images enter its prompts."""
+    """Media spec of the model."""
     vision = load_spec(config()).vision
     assert vision is not None
     bounds = PixelBounds(256, 4096)
@@ -119,7 +119,7 @@ def file_of(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 
 
 def bomb(side: int) -> bytes:
-    """A PNG that says it has side * side pixels, and holds one."""
+    """A PNG whose header says side * side pixels, with data for one."""
     one = file_of(Image.new("1", (1, 1)))
     header = b"IHDR" + struct.pack(">II", side, side) + one[24:29]
     return one[:12] + header + struct.pack(">I", zlib.crc32(header)) + one[33:]

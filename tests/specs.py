@@ -1,4 +1,4 @@
-"""What tests ask of a model's spec."""
+"""Model specs for tests, and their properties."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def dense_spec() -> ModelSpec:
 
 
 def hils_of(spec: ModelSpec) -> HilsSpec | None:
-    """The landmark layers' attention; all of a model are alike."""
+    """The attention spec of the landmark layers; all layers have the same."""
     return next((mixer for mixer in spec.mixers if isinstance(mixer, HilsSpec)), None)
 
 
 def kinds(spec: ModelSpec) -> list[str]:
-    """What each layer is."""
+    """The kind of each layer."""
     names = {"dense": "full", "window": "window", "hsa": "hils"}
     return [names[mixer.backend] for mixer in spec.mixers]
 
 
 def declared(spec: ModelSpec) -> dict[str, Weight]:
-    """Every tensor of a checkpoint of the model."""
+    """All tensors of a checkpoint of the model."""
     with torch.device("meta"):
         model = Decoder(spec, torch.float32)
     return {weight.source: weight for weight in model.weights()}
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Parameters of a checkpoint of the model."""
+    """Number of parameters of a checkpoint of the model."""
     return measure_weights(spec, torch.float32)[0]
 
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, page_size: int = 64) -> float:
-    """Bytes of pages that a user token costs over all layers."""
+    """Bytes of pages per user token, over all layers."""
     size = spec.page_size or page_size
     (group,) = cache_schema(spec.mixers, PageFormat(size, dtype)).groups
     return group.page_bytes / SlotMap(size, spec.landmarks).tokens_per_page

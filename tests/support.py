@@ -1,4 +1,4 @@
-"""Which test shows that a feature works with a family of models.
+"""Registers which tests show that a feature works with a model family.
 
 `docs/support.md` is generated from these marks. One line above a test adds a cell:
 
@@ -28,7 +28,7 @@ FAMILIES = {
     "glm_moe_dsa": "`glm_moe_dsa`",
     "deepseek_v4": "`deepseek_v4`",
 }
-"""Key of a family -> the model types of its config.json, the rows of the table."""
+"""Family -> model types of its config.json; the rows of the table."""
 
 FEATURES = {
     "reference logits": "logits equal those of the family's reference implementation",
@@ -48,11 +48,11 @@ FEATURES = {
     "host prefix cache": "a prefix that the device gave up comes back from host memory bit for bit",
     "host tier": "pages live in host memory (`--kv-host-tier`); selected ones come into frames",
 }
-"""Feature -> what a test of it shows, the columns of the table."""
+"""Feature -> what its tests show; the columns of the table."""
 
 
 def shows(families: str, *features: str) -> pytest.MarkDecorator:
-    """Mark a test as the one that shows features with families.
+    """Decorator: the test shows features with families.
 
     Args:
         families: keys of FAMILIES, separated by spaces.

@@ -1,4 +1,4 @@
-"""Every automatic choice with its reason, and what is refused."""
+"""All automatic choices with their reasons, and errors."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_speculation():
 
 
 def test_a_page_is_no_candidate_before_its_landmark_is_written_for_good():
-    """The most guesses k of which k + ceil(k / 63) < 512."""
+    """The maximum number of guesses k with k + ceil(k / 63) < 512."""
     assert settle(speculative_algorithm="NGRAM", speculative_num_draft_tokens=503).speculation
     words = r"is 504.*at most 503: k \+ ceil\(k / 63\) must stay below its window of 512"
     with pytest.raises(BadConfig, match=words):

@@ -1,4 +1,4 @@
-"""Generated pages are current, and what they are generated from is whole."""
+"""Generated pages are current, and their sources are complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the whole project that no linter holds: import time, sizes, docstrings, paths."""
+"""Project rules that no linter checks: import time, sizes, docstrings, paths."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ KERNEL_FILE_LINES = 700
 FUNCTION_LINES = 80
 PARAMETERS = 8
 OPS = {"ops", "sequence"}
-"""Packages of ops, whose signatures are contracts."""
+"""Packages of ops, whose signatures are API contracts."""
 
 COMMAND = """
 from cairn.cli.main import main
@@ -33,7 +33,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Signature(NamedTuple):
-    """Sizes of a function; `parameters` without self and cls."""
+    """Size of a function; `parameters` without self and cls."""
 
     name: str
     lines: int
@@ -49,7 +49,7 @@ def name_of(path: Path) -> str:
 
 
 def statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """All statements in a node; expressions, which hold none, are not searched."""
+    """All statements in a node; expressions contain none and are not searched."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child
@@ -124,7 +124,7 @@ def test_loads_nothing_heavy():
 
 
 def over_size(path: Path) -> Iterator[str]:
-    """A file of too many lines, and its functions of too many."""
+    """A file with too many lines, and its functions with too many."""
     lines = len(path.read_text(encoding="utf-8").splitlines())
     if lines > (KERNEL_FILE_LINES if is_kernel_file(path) else FILE_LINES):
         yield f"{name_of(path)} has {lines} lines"
@@ -150,7 +150,7 @@ def test_parameter_budget():
 
 
 def public_without_docstring(node: ast.AST, prefix: str = "") -> list[str]:
-    """Public functions, classes and methods of a module or class that carry no docstring."""
+    """Public functions, classes and methods of a module or class without a docstring."""
     missing = []
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, Function | ast.ClassDef) or child.name.startswith("_"):
@@ -169,7 +169,7 @@ def test_public_names_have_docstrings():
         assert not parsed(path).undocumented, name_of(path)
 
 
-# Put together from pieces, so that this file does not contain what it looks for.
+# Concatenated, so that this file does not contain the searched text.
 OUTSIDE = re.compile("|".join((r"\.\./" + "shared", "/work" + "/", "/ho" + "me/", "/ro" + "ot/")))
 
 

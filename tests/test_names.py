@@ -1,4 +1,4 @@
-"""Unknown names are refused with the nearest known one."""
+"""Unknown names raise an error that suggests the nearest known one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_checked_keywords():
     @checked_keywords
     @dataclass(frozen=True, kw_only=True)
     class Options:
-        """Two of them."""
+        """An options class with two fields."""
 
         first: int = 1
         second: int = 2

@@ -1,4 +1,4 @@
-"""README is short, its examples print what stands below them, and commands of all pages exist."""
+"""README is short, its examples print the shown output, and the commands of all pages exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters and outputs as values."""
+"""Parameters and outputs."""
 
 from __future__ import annotations
 
@@ -115,7 +115,8 @@ def test_errors_know_their_status_and_hint():
 
 
 def columns(*tokens):
-    """Token 1 is always likeliest, then 2; the chosen ones are `tokens`, of rank 9 if no other."""
+    """Token 1 is the likeliest, then 2; the sampled ones are `tokens`, with rank 9 if not among
+    them."""
     ids = np.array([[1, 2, token] for token in tokens])
     ranks = np.array([token if token in (1, 2) else 9 for token in tokens])
     return LogprobColumns(ids, -ids.astype(np.float32), ranks)

@@ -1,1 +1,1 @@
-"""The `cairn` command. Every command imports what it runs inside its function: help is instant."""
+"""The `cairn` command. Commands import the engine inside their functions, so that help is fast."""

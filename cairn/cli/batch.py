@@ -1,4 +1,4 @@
-"""`cairn batch`: the requests of an OpenAI batch file."""
+"""`cairn batch`: answers the requests of an OpenAI batch file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from cairn.cli.options import (
     model_argument,
     model_or_default,
     sampling_defaults_option,
+    stacked,
 )
 
 OPTIONS = (
     click.option(
         "--output",
         type=click.Path(dir_okay=False, path_type=Path),
-        help="File for the results, a line each.  [default: stdout]",
+        help="File for the results, one line each.  [default: stdout]",
     ),
     click.option(
         "--served-model-name",
@@ -47,12 +48,7 @@ SERVER_NAMES = (
     *("data_parallel_size", "load_balance_method"),
 )
 
-
-def batch_options(command: Any) -> Any:
-    """Decorator: the options beside those of the engine."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+batch_options = stacked(*OPTIONS)
 
 
 @click.command()
@@ -63,9 +59,9 @@ def batch_options(command: Any) -> Any:
 def batch(file: str, model: Path | None, output: Path | None, **options: Any) -> None:
     """Answer the requests of FILE with MODEL.
 
-    FILE holds a JSON object on each line, as OpenAI's Batch API takes them: custom_id, method, url
-    and body; `-` is stdin. Results have the form of its output files, in the order in which they
-    are ready. The exit code is 1 when a line was refused or failed.
+    FILE has one request per line in the format of OpenAI's Batch API: a JSON object with custom_id,
+    method, url and body; `-` reads stdin. Results have the format of the API's output files, in
+    order of completion. The exit code is 1 if any request was refused or failed.
     """
     from cairn.config import EngineOptions
     from cairn.server.batch import run_batch

@@ -1,6 +1,6 @@
-"""`cairn bench`: throughput and latency, recorded with the machine's roofline.
+"""`cairn bench`: measures throughput and latency, with the machine's roofline.
 
-What measures a running server (`serve`, `stall`, `soak`) is in bench_serve.py.
+The measurements of a running server (`serve`, `stall`, `soak`) are in bench_serve.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import click
 from cairn.bench.shapes import KINDS
 from cairn.cli.bench_serve import serve, soak, stall
 from cairn.cli.options import (
+    count_option,
     engine_arguments,
     engine_options,
     json_option,
     model_argument,
     parse_ids,
+    records_option,
 )
 from cairn.config import DTYPES
 
@@ -37,12 +39,6 @@ shape_option = click.option(
     help="A published geometry with random weights: 345m, 7b, dsa-lite, dsa-lite-fp8,"
     " glm-slice, v4-slice, q35-2b, q35-9b, q35-35b-a3b or qwen3-8b.",
 )
-output_option = click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File that records are appended to.  [default: "
-    "benchmarks/results/<date>-<machine>-<name>.json]",
-)
 
 
 @click.group()
@@ -57,32 +53,18 @@ for _command in (serve, stall, soak):
 @bench.command()
 @model_argument
 @shape_option
-@click.option(
-    "--num-prompts", type=click.IntRange(min=1), default=16, show_default=True, help="Prompts."
-)
-@click.option(
-    "--input-len",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
-    help="Tokens of each prompt.",
-)
-@click.option(
-    "--output-len",
-    type=click.IntRange(min=1),
-    default=64,
-    show_default=True,
-    help="Tokens of each output.",
-)
+@count_option("--num-prompts", 16, "Prompts.")
+@count_option("--input-len", 512, "Tokens of each prompt.")
+@count_option("--output-len", 64, "Tokens of each output.")
 @click.option(
     "--kind", type=click.Choice(KINDS), help="Attention of the shape.  [default: its first]"
 )
-@output_option
+@records_option
 @engine_options
 def offline(
     model: Path | None, shape: str | None, kind: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Measure the throughput of many prompts that are given at the same time."""
+    """Measure the throughput of a batch of prompts that are submitted together."""
     from cairn.bench.offline import OfflinePlan, run_offline
 
     subject = _subject(model, shape)
@@ -113,13 +95,7 @@ def offline(
 @click.option(
     "--batches", metavar="LIST", default="1", show_default=True, help="Sequences that run together."
 )
-@click.option(
-    "--steps",
-    type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    help="Decode steps to time.",
-)
+@count_option("--steps", 32, "Decode steps to time.")
 @click.option(
     "--kind",
     "kinds",
@@ -146,7 +122,7 @@ def offline(
     metavar="FILE.png",
     help="Draw a chart of the file of records. Needs `pip install 'cairn-llm[bench]'`.",
 )
-@output_option
+@records_option
 @engine_options
 def latency(
     model: Path | None,
@@ -159,10 +135,10 @@ def latency(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Measure prefills and decode steps by context length and batch size.
+    """Measure prefill and decode steps by context length and batch size.
 
-    Memory bandwidth and GEMM rate of the machine are measured in the same run; each result is
-    shown with its share of what they allow (the roofline).
+    The machine's memory bandwidth and GEMM rate are measured in the same run. Each result is shown
+    with its share of the roofline that follows from them.
     """
     from cairn.bench.chart import latency_chart, require_matplotlib
     from cairn.bench.latency import LatencyPlan, run_latency
@@ -203,40 +179,25 @@ def latency(
 @bench.command()
 @model_argument
 @shape_option
-@click.option(
-    "--context",
-    type=click.IntRange(min=8),
-    default=32768,
-    show_default=True,
-    help="Tokens of each prompt.",
-)
+@count_option("--context", 32768, "Tokens of each prompt.", least=8)
 @click.option(
     "--batches", metavar="LIST", default="1", show_default=True, help="Sequences that run together."
 )
-@click.option(
-    "--output-len",
-    type=click.IntRange(min=2),
-    default=2048,
-    show_default=True,
-    help="Tokens of each output.",
-)
-@click.option(
-    "--drafts",
-    type=click.IntRange(min=1),
-    default=7,
-    show_default=True,
-    help="Tokens that a row drafts at a time.",
-)
+@count_option("--output-len", 2048, "Tokens of each output.", least=2)
+@count_option("--drafts", 7, "Tokens that a row drafts at a time.")
 @click.option(
     "--kind", type=click.Choice(KINDS), help="Attention of the shape.  [default: its first]"
 )
-@output_option
+@records_option
 @engine_options
 def speculation(
     model: Path | None, shape: str | None, kind: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Measure decoding with drafted tokens against decoding without: of a passage that the prompt
-    holds, of random text, and with wrong drafts alone."""
+    """Measure speculative decoding against plain decoding.
+
+    Three outputs are measured: a passage copied from the prompt, random text, and text for which
+    all drafts are wrong.
+    """
     from cairn.bench.speculation import SpeculationPlan, run_speculation
 
     subject = _subject(model, shape)
@@ -278,13 +239,13 @@ def speculation(
     "[default: full; tiny on a CPU]",
 )
 @json_option
-@output_option
+@records_option
 def ops(names: tuple[str, ...], as_json: bool, output: Path | None, **options: Any) -> None:
-    """Measure ops, or all of them, at small and large sizes, beside alternatives.
+    """Measure the given ops, or all, at several sizes, and compare them with other libraries.
 
-    Bandwidth and GEMM rate are measured in the same run. Each op is shown with its share of the
-    roofline, of the rate of a large copy and of a copy of as many bytes, and with the speedup
-    over the fastest alternative that is not part of cairn.
+    The machine's memory bandwidth and GEMM rate are measured in the same run. Each op is shown with
+    its share of the roofline, of the bandwidth of a large copy and of a copy of equal size, and
+    with the speedup over the fastest alternative outside of cairn.
     """
     from cairn.bench.ops import OpsPlan, run_ops, this_device
 
@@ -376,6 +337,6 @@ def _keep(file: RecordFile, cell: Cell, roofline: Roofline | None = None) -> Non
 
 
 def _say_where(file: RecordFile, err: bool = False) -> None:
-    # A run that was refused before its first measurement wrote no file.
+    # There is no file if the run failed before its first measurement.
     if file.count:
         click.echo(f"{file.count} records appended to {file.path}", err=err)

@@ -1,23 +1,22 @@
-"""`cairn bench serve`, `stall` and `soak`: measurements of a running server from outside."""
+"""`cairn bench serve`, `stall` and `soak`: measurements of a running server over HTTP."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from cairn.cli.options import chart_option, count_option, records_option, stacked
 from cairn.errors import CairnError
 
 if TYPE_CHECKING:
     from cairn.bench.serve.client import ServerAddress
     from cairn.bench.serve.record import Recorder
     from cairn.bench.serve.run import ServePlan
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 DATASETS = ("random", "shared-prefix", "sharegpt")
 POSITIVE = click.IntRange(min=1)
@@ -38,7 +37,7 @@ SERVER = (
     click.option(
         "--tokenizer",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Folder of a tokenizer to count tokens with.  [default: the server's "
+        help="Folder of the tokenizer that counts tokens.  [default: the server's "
         "/tokenize, or its usage]",
     ),
     click.option(
@@ -46,32 +45,17 @@ SERVER = (
         type=SECONDS,
         default=600.0,
         show_default=True,
-        help="Seconds without a byte after which a request fails.",
+        help="Seconds without data after which a request fails.",
     ),
     click.option(
         "--seed", type=int, default=0, show_default=True, help="Seed of prompts and arrivals."
     ),
     click.option("--json", "as_json", is_flag=True, help="Print the record instead of a table."),
-    click.option(
-        "--output",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="File that records are appended to.  [default: "
-        "benchmarks/results/<date>-<machine>-<name>.json]",
-    ),
-    click.option(
-        "--chart",
-        type=click.Path(dir_okay=False, path_type=Path),
-        metavar="FILE.png",
-        help="Draw a chart too. Needs `pip install 'cairn-llm[bench]'`.",
-    ),
+    records_option,
+    chart_option,
 )
 
-
-def server_options(command: F) -> F:
-    """Decorator: the options of every measurement of a server."""
-    for option in reversed(SERVER):
-        command = option(command)
-    return command
+server_options = stacked(*SERVER)
 
 
 @click.command()
@@ -94,41 +78,17 @@ def server_options(command: F) -> F:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File of ShareGPT conversations: a JSON list, or one object per line.",
 )
-@click.option(
-    "--random-input-len",
-    type=POSITIVE,
-    default=1024,
-    show_default=True,
-    help="Tokens of each prompt.",
-)
-@click.option(
-    "--random-output-len",
-    type=POSITIVE,
-    default=128,
-    show_default=True,
-    help="Tokens of each output.",
-)
+@count_option("--random-input-len", 1024, "Tokens of each prompt.")
+@count_option("--random-output-len", 128, "Tokens of each output.")
 @click.option(
     "--random-range-ratio",
     type=float,
     default=0.0,
     show_default=True,
-    help="Lengths are uniform between (1 - ratio) and (1 + ratio) times these.",
+    help="Lengths are uniform in (1 - ratio) to (1 + ratio) times these.",
 )
-@click.option(
-    "--shared-prefix-len",
-    type=POSITIVE,
-    default=1024,
-    show_default=True,
-    help="Tokens of a shared prefix.",
-)
-@click.option(
-    "--shared-prefix-groups",
-    type=POSITIVE,
-    default=4,
-    show_default=True,
-    help="Different shared prefixes.",
-)
+@count_option("--shared-prefix-len", 1024, "Tokens of a shared prefix.")
+@count_option("--shared-prefix-groups", 4, "Number of different shared prefixes.")
 @click.option(
     "--num-prompts",
     type=POSITIVE,
@@ -150,7 +110,7 @@ def server_options(command: F) -> F:
     help="Shape of the gamma distribution of arrivals: 1 is Poisson, below 1 bursty, above 1 even.",
 )
 @click.option(
-    "--max-concurrency", type=POSITIVE, help="Most requests in flight.  [default: no limit]"
+    "--max-concurrency", type=POSITIVE, help="Maximum concurrent requests.  [default: no limit]"
 )
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @click.option(
@@ -172,7 +132,7 @@ def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any
     """Measure throughput and latencies of an OpenAI-compatible server.
 
     Latencies are measured by the client: TTFT (time to first token), TPOT (time per output token
-    after the first), ITL (between two pieces of the stream) and E2E (the whole request).
+    after the first), ITL (time between two events of the stream) and E2E (the whole request).
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.bench.serve.chart import serve_chart
@@ -199,28 +159,14 @@ def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any
 
 
 @click.command()
-@click.option("--streams", type=POSITIVE, default=8, show_default=True, help="Streams that decode.")
-@click.option(
-    "--stream-input-len",
-    type=POSITIVE,
-    default=64,
-    show_default=True,
-    help="Prompt tokens of a stream.",
-)
-@click.option(
+@count_option("--streams", 8, "Streams that decode.")
+@count_option("--stream-input-len", 64, "Prompt tokens of a stream.")
+@count_option(
     "--stream-output-len",
-    type=POSITIVE,
-    default=8192,
-    show_default=True,
-    help="Output tokens of a stream; they must last longer than the measurement.",
+    8192,
+    "Output tokens of a stream; enough for the whole measurement.",
 )
-@click.option(
-    "--long-input-len",
-    type=POSITIVE,
-    default=65536,
-    show_default=True,
-    help="Tokens of the long prompt.",
-)
+@count_option("--long-input-len", 65536, "Tokens of the long prompt.")
 @click.option(
     "--seconds-before",
     type=SECONDS,
@@ -235,10 +181,10 @@ def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any
 )
 @server_options
 def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """Measure how a long prompt slows down running streams, and the streams the prompt.
+    """Measure how a long prompt and running streams slow each other down.
 
-    A long prompt is prefilled alone; then another one arrives while streams decode; then one is
-    prefilled alone again. The faster of the two lone prefills is the baseline.
+    A long prompt is prefilled alone, then one arrives while streams decode, then one is prefilled
+    alone again. The faster of the two prefills without streams is the baseline.
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.bench.serve.chart import stall_chart
@@ -273,15 +219,9 @@ def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any
 @click.option(
     "--pid",
     type=POSITIVE,
-    help=("Process id of the server, to measure the memory of it and its children."),
+    help="Process id of the server, to measure its memory and that of its children.",
 )
-@click.option(
-    "--max-concurrency",
-    type=POSITIVE,
-    default=8,
-    show_default=True,
-    help="Most requests in flight.",
-)
+@count_option("--max-concurrency", 8, "Maximum concurrent requests.")
 @click.option(
     "--request-rate",
     type=float,
@@ -289,13 +229,7 @@ def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any
     show_default=True,
     help="Requests per second; inf keeps --max-concurrency in flight.",
 )
-@click.option(
-    "--long-input-len",
-    type=POSITIVE,
-    default=8192,
-    show_default=True,
-    help="Tokens of the longest prompts.",
-)
+@count_option("--long-input-len", 8192, "Tokens of the longest prompts.")
 @click.option(
     "--abort-fraction",
     type=float,
@@ -311,20 +245,20 @@ def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any
     type=SECONDS,
     default=8.0,
     show_default=True,
-    help="Idle seconds before memory and descriptors at rest are read; servers "
+    help="Idle seconds before the final reading of memory and descriptors; servers "
     "close idle connections after 5.",
 )
 @click.option(
     "--warmup",
     type=float,
-    help=("Seconds at the start that memory slopes leave out.  [default: duration / 6]"),
+    help="Seconds at the start that the memory slope excludes.  [default: duration / 6]",
 )
 @server_options
 def soak(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """Load a server for a long time and measure its memory growth, descriptors and leaked pages.
+    """Load a server for a long time and measure memory growth, open descriptors and leaked pages.
 
-    The load mixes short chats, long prompts, shared prefixes, n > 1 and stop strings, streamed
-    and not; some clients disconnect early.
+    The load mixes short chats, long prompts, shared prefixes, n > 1 and stop strings, with and
+    without streaming. Some clients disconnect early.
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.bench.serve.chart import soak_chart
@@ -401,7 +335,7 @@ def _serve_plan(options: Mapping[str, Any]) -> ServePlan:
 
 
 def _settings(options: Mapping[str, Any], plan: ServePlan) -> dict[str, object]:
-    """What was asked for, as part of the record."""
+    """The options of the run, for the record."""
     rate = options["request_rate"]
     return {
         "endpoint": options["endpoint"],
@@ -432,7 +366,7 @@ def _finish(
     as_json: bool,
     lines: Sequence[str] = (),
 ) -> None:
-    """Keep the record and show it, or its lines."""
+    """Append the record to the file, and print it as JSON or as lines."""
     record, path = recorder.save(model, fields)
     if as_json:
         click.echo(json.dumps(record))

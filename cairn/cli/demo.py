@@ -1,4 +1,4 @@
-"""`cairn demo`: the main job, on a document that this machine holds."""
+"""`cairn demo`: asks for facts that are hidden in a long document."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import click
 
-from cairn.cli.options import engine_arguments, engine_options, model_argument, model_or_default
+from cairn.cli.options import (
+    count_option,
+    engine_arguments,
+    engine_options,
+    model_argument,
+    model_or_default,
+)
 
 
 @click.command()
 @model_argument
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=4096),
-    default=128_000,
-    show_default=True,
-    help="Length of the document in tokens.",
-)
+@count_option("--tokens", 128_000, "Length of the document in tokens.", least=4096)
 @click.option(
     "--questions",
     type=click.IntRange(min=1, max=16),
@@ -36,9 +36,9 @@ from cairn.cli.options import engine_arguments, engine_options, model_argument, 
 )
 @engine_options
 def demo(model: Path | None, tokens: int, questions: int, needle_seed: int, **options: Any) -> None:
-    """Hide facts in a long document, ask MODEL for them, show what it cost.
+    """Hide facts in a long document, ask MODEL for them, and show time and memory.
 
-    The document is made of the standard library's own sources. The exit code is 0 when every
+    The document consists of the sources of Python's standard library. The exit code is 0 if every
     answer is right.
     """
     from cairn.demo.run import run_demo

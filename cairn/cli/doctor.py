@@ -1,4 +1,4 @@
-"""`cairn doctor`: the machine, and what the engine would choose on it."""
+"""`cairn doctor`: the machine, the versions and the engine's automatic choices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIB = 1 << 30
 @model_argument
 @json_option
 def doctor(model: Path | None, as_json: bool) -> None:
-    """Show this machine, the versions, and what would be chosen for MODEL and why."""
+    """Show this machine, the versions, and the automatic choices for MODEL with their reasons."""
     from cairn.bench.machine import describe_machine
     from cairn.config import EngineOptions, resolve
     from cairn.engine.build import native_bf16, this_machine

@@ -1,4 +1,4 @@
-"""`cairn eval`: does the model find, follow and predict at length; do two engines agree."""
+"""`cairn eval`: needles, RULER, perplexity by context length, and parity of logits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cairn.cli.eval_options import (
-    POSITIVE,
-    chart_option,
     connection_options,
     result_options,
     server_options,
     text_option,
 )
 from cairn.cli.options import (
+    chart_option,
+    count_option,
     engine_arguments,
     engine_options,
     model_argument,
@@ -63,34 +63,22 @@ def evaluate() -> None:
     show_default=True,
     help="Positions of the needles, 0 (start) to 1 (end of the document).",
 )
-@click.option(
-    "--samples",
-    type=POSITIVE,
-    default=3,
-    show_default=True,
-    help="Questions for each combination of task, length and depth.",
-)
-@click.option(
-    "--keys",
-    type=POSITIVE,
-    default=16,
-    show_default=True,
-    help="Needles in a document of the task multi.",
-)
+@count_option("--samples", 3, "Questions for each combination of task, length and depth.")
+@count_option("--keys", 16, "Needles in a document of the task multi.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(FORMATS),
     default="auto",
     show_default=True,
-    help="How needles are written; auto: as the model's README.md says, else english.",
+    help="Format of needles; auto: lines if the model's README.md shows them, else english.",
 )
 @click.option(
     "--text",
     "texts",
     type=click.Path(path_type=Path),
     multiple=True,
-    help="File or folder that documents are made of; repeatable.  [default: the sources of "
+    help="File or folder with the text of documents; repeatable.  [default: the sources of "
     "Python's standard library for lines, generated prose for english]",
 )
 @click.option(
@@ -111,7 +99,7 @@ def evaluate() -> None:
 def needle(
     model: Path | None, as_json: bool, output: Path | None, chart: Path | None, **options: Any
 ) -> None:
-    """Hide facts (needles) in documents by length and depth, ask for them, count exact answers.
+    """Hide facts (needles) in documents, ask for them, and count exact answers by length and depth.
 
     Tasks: single (one fact in a document), multi (many facts, one of them asked for), tracking (a
     chain of three variables).
@@ -167,13 +155,7 @@ def needle(
     show_default=True,
     help="Lengths in tokens, prompt and answer together.",
 )
-@click.option(
-    "--samples",
-    type=POSITIVE,
-    default=20,
-    show_default=True,
-    help="Prompts for each task and length; the paper uses 500.",
-)
+@count_option("--samples", 20, "Prompts for each task and length; the paper uses 500.")
 @click.option("--ruler-seed", type=int, default=0, show_default=True, help="Seed of the prompts.")
 @server_options
 @result_options
@@ -181,8 +163,9 @@ def needle(
 def ruler(model: Path | None, as_json: bool, output: Path | None, **options: Any) -> None:
     """Run the tasks of RULER that need no external data, on generated texts.
 
-    Retrieval of needles (niah_*), variable tracking (vt), common words (cwe) and frequent words
-    (fwe), scored as the paper does (arXiv 2404.06654): the share of the right answers found.
+    The tasks are retrieval of needles (niah_*), variable tracking (vt), common words (cwe) and
+    frequent words (fwe). The score is that of the paper (arXiv 2404.06654): the share of the right
+    answers that the output contains.
     """
     from cairn.eval.grid import RulerPlan, run_ruler
     from cairn.eval.report import ruler_table
@@ -215,25 +198,17 @@ def ruler(model: Path | None, as_json: bool, output: Path | None, **options: Any
     show_default=True,
     help="Lengths in tokens, context and predicted tokens together.",
 )
-@click.option(
-    "--last",
-    type=POSITIVE,
-    default=2048,
-    show_default=True,
-    help="Last tokens of each length, whose loss is measured.",
-)
-@click.option(
-    "--samples", type=POSITIVE, default=4, show_default=True, help="Parts of the text to measure."
-)
+@count_option("--last", 2048, "Number of last tokens whose loss is measured.")
+@count_option("--samples", 4, "Excerpts of the text.")
 @chart_option
 @result_options
 @engine_options
 def ppl(
     model: Path | None, as_json: bool, output: Path | None, chart: Path | None, **options: Any
 ) -> None:
-    """Measure bits per byte and perplexity of the same tokens with more and more context.
+    """Measure bits per byte and perplexity of the same tokens with increasing context.
 
-    Every length predicts the same tokens; the shortest is what the others are compared with.
+    All lengths predict the same last tokens of a text. The shortest length is the baseline.
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.eval.chart import context_chart
@@ -279,31 +254,27 @@ def ppl(
 )
 @click.option(
     "--base-url",
-    help=("Compare with an OpenAI-compatible server that returns log-probabilities of the prompt."),
+    help="Compare with an OpenAI-compatible server that returns the prompt's log-probabilities.",
 )
 @click.option(
     "--save",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Compare with nothing; write the engine's logits to a file for --reference.",
+    help="Write the engine's logits to a file for --reference instead of comparing.",
 )
 @text_option
-@click.option(
-    "--length", type=POSITIVE, default=2048, show_default=True, help="Tokens of each prompt."
-)
-@click.option(
-    "--last",
-    type=POSITIVE,
-    default=256,
-    show_default=True,
-    help="Last positions of each prompt to compare.",
-)
-@click.option("--samples", type=POSITIVE, default=2, show_default=True, help="Prompts.")
+@count_option("--length", 2048, "Tokens of each prompt.")
+@count_option("--last", 256, "Number of last positions of each prompt to compare.")
+@count_option("--samples", 2, "Prompts.")
 @connection_options
 @result_options
 @engine_options
 def parity(model: Path | None, as_json: bool, output: Path | None, **options: Any) -> None:
-    """Compare logits with another source: KL divergence, top-1 agreement, largest difference."""
+    """Compare logits with another source.
+
+    The other source is the same model with other options, a file of logits, or a server. Shown are
+    KL divergence, top-1 agreement and the largest difference of a log-probability.
+    """
     from cairn.eval import parity as comparison
     from cairn.eval.report import parity_table
 
@@ -338,7 +309,7 @@ def parity(model: Path | None, as_json: bool, output: Path | None, **options: An
 
 
 def _changed(text: str) -> tuple[str, Any]:
-    """A keyword of LLM with its value: numbers and true or false are such, all else is text."""
+    """Parse NAME=VALUE to a keyword of LLM: an integer, a float, a boolean or a text."""
     name, equals, value = text.partition("=")
     if not equals:
         raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--other")
@@ -361,7 +332,7 @@ def _say_progress(cells: list[dict[str, Any]]) -> None:
 def _finish(
     file: RecordFile, records: list[dict[str, Any]], tables: list[Any], as_json: bool
 ) -> None:
-    """Show the records or their tables, and where the records are."""
+    """Print the records as JSON or as tables, and the path of their file."""
     if as_json:
         click.echo(json.dumps(records))
     else:
@@ -374,7 +345,7 @@ def _finish(
 
 
 def _address(options: Mapping[str, Any]) -> ServerAddress | None:
-    """The server that the options name."""
+    """The server that the options name, or None."""
     from cairn.bench.serve.client import ServerAddress
 
     if options["base_url"] is None:
@@ -425,7 +396,7 @@ def _depths(text: str) -> tuple[float, ...]:
 
 
 def _name(source: Source) -> str:
-    """Of who is asked, for the file of records."""
+    """Name of the model, for the file of records."""
     address = source.address
     return source.model.name if address is None else address.model or "server"
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
-from cairn.cli.options import json_option
-
-F = TypeVar("F", bound=Callable[..., Any])
+from cairn.cli.options import json_option, records_option, stacked
 
 POSITIVE = click.IntRange(min=1)
 
@@ -30,7 +26,7 @@ CONNECTION = (
         type=click.FloatRange(min=0, min_open=True),
         default=600.0,
         show_default=True,
-        help="Seconds without a byte after which a request fails.",
+        help="Seconds without data after which a request fails.",
     ),
 )
 
@@ -42,7 +38,7 @@ SERVER = (
     click.option(
         "--tokenizer",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
-        help="Folder of a tokenizer to count the server's tokens with.  [default: its "
+        help="Folder of the tokenizer that counts the server's tokens.  [default: its "
         "/tokenize, or its usage]",
     ),
     click.option(
@@ -50,32 +46,19 @@ SERVER = (
         type=POSITIVE,
         default=4,
         show_default=True,
-        help="Requests in flight on the server.",
+        help="Maximum concurrent requests to the server.",
     ),
     click.option(
         "--chat",
         is_flag=True,
-        help=("Send prompts as a message of the user, through the chat template."),
+        help="Send prompts as user messages through the chat template.",
     ),
 )
 
 RESULT = (
     json_option,
-    click.option(
-        "--output",
-        type=click.Path(dir_okay=False, path_type=Path),
-        help="File that records are appended to.  [default: "
-        "benchmarks/results/<date>-<machine>-<name>.json]",
-    ),
+    records_option,
 )
-
-chart_option = click.option(
-    "--chart",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.png",
-    help="Draw a chart too. Needs `pip install 'cairn-llm[bench]'`.",
-)
-
 
 text_option = click.option(
     "--text",
@@ -85,16 +68,6 @@ text_option = click.option(
     help="File or folder of text; repeatable.  [default: the sources of Python's standard library]",
 )
 
-
-def _decorator(options: tuple[Callable[[F], F], ...]) -> Callable[[F], F]:
-    def decorate(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-connection_options = _decorator(CONNECTION)
-server_options = _decorator(SERVER)
-result_options = _decorator(RESULT)
+connection_options = stacked(*CONNECTION)
+server_options = stacked(*SERVER)
+result_options = stacked(*RESULT)

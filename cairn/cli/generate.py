@@ -1,4 +1,4 @@
-"""`cairn generate`: text from a prompt, streamed."""
+"""`cairn generate`: generates text from a prompt."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _read_prompt(text: str | None, file: Path | None, ids: str | None) -> Prompt
 
 
 def _decode(data: bytes, source: str) -> str:
-    """The bytes as they are, line ends included."""
+    """Decode a prompt from UTF-8 without changing its line ends."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -140,7 +140,7 @@ def _print_whole(result: RequestOutput, as_json: bool, has_text: bool) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold: dataclasses and mappings as objects, at any depth."""
+    """Convert dataclasses and mappings at any depth to dicts, for JSON."""
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):

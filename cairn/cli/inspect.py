@@ -1,4 +1,4 @@
-"""`cairn inspect`: what a model is, what it takes, and what fits here."""
+"""`cairn inspect`: a model's geometry, its memory, and how many tokens fit this machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from cairn.cli.options import (
     model_argument,
     model_or_default,
 )
-
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+from cairn.obs.units import readable
 
 
 @click.command()
@@ -24,9 +23,9 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 @json_option
 @engine_options
 def inspect(model: Path | None, as_json: bool, **options: Any) -> None:
-    """Show MODEL's geometry, its memory per token and page, and what fits in this machine.
+    """Show MODEL's geometry, its memory per token and page, and how many tokens fit this machine.
 
-    Engine options change what is shown as they would change the engine. No weights are loaded.
+    Engine options have the effect that they have in the engine. No weights are loaded.
     """
     from cairn.bench.inspection import inspection
 
@@ -55,12 +54,3 @@ def _line(title: str, row: Any) -> str:
         value = f"{value:,}"
     label = name.replace("_bytes_", " ").replace("bytes_", "").replace("_bytes", "")
     return f"{label.replace('_', ' '):<20}{value}"
-
-
-def readable(count: float) -> str:
-    """Bytes with a unit: 1536 -> "1.5 KiB"."""
-    unit = 0
-    while count >= 1024 and unit < len(UNITS) - 1:
-        count /= 1024
-        unit += 1
-    return f"{count:,.0f} {UNITS[unit]}" if unit == 0 else f"{count:,.1f} {UNITS[unit]}"

@@ -1,4 +1,4 @@
-"""The command group, and the one place where errors become a line and an exit code."""
+"""The `cairn` command group, and the conversion of errors to a message and an exit code."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from cairn.obs import log
 from cairn.version import __version__
 
 COLLECTED = 100_000, 20, 100
-"""Thresholds of Python's collector. What a command imports stays: with Python's own thresholds, 0.6
-of the 9.7 s of CPU of a warm `cairn generate` went into collections that found nothing."""
+"""Thresholds of Python's garbage collector. With the default thresholds, 0.6 of the 9.7 s of CPU
+time of a warm `cairn generate` went into collections during imports, which found nothing."""
 FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
@@ -43,8 +43,7 @@ INTERRUPTED = 128 + signal.SIGINT
 def cairn(log_level: str | None) -> None:
     """Serve language models over very long contexts.
 
-    Commands that take a MODEL folder use the small model that comes with the package when none
-    is given.
+    Commands with a MODEL argument use the small model of the package (cairn-7m) by default.
     """
     log.configure(log_level)
 
@@ -56,15 +55,15 @@ for _command in (
 
 
 def exit_code(error: CairnError) -> int:
-    """2 for what the user gave, 1 for everything else."""
+    """The exit code of an error: 2 for bad input, 1 for everything else."""
     return BAD_INPUT if isinstance(error, BadRequest | BadConfig | BadModel) else FAILED
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and leave the process with its exit code.
+    """Run the command line and exit the process.
 
     Args:
-        arguments: what follows the program's name; None takes sys.argv.
+        arguments: the arguments after the program's name; None takes sys.argv.
     """
     gc.set_threshold(*COLLECTED)
     try:
@@ -79,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         click.echo("interrupted", err=True)
         code = INTERRUPTED
     except BrokenPipeError:
-        # stdout was closed by its reader (`| head`): not an error, but nothing more can be written.
+        # The reader of stdout (`| head`) has closed it. Discard further output without an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`cairn ops`: the kernel library and what would run."""
+"""`cairn ops`: lists the ops and their implementations."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ REMEDY = "Give a file that `cairn bench ops` has written"
     "--measured",
     type=click.Path(path_type=Path, exists=True),
     multiple=True,
-    help="Records of `cairn bench ops` to show in the pages; repeatable, later files override.",
+    help="Records of `cairn bench ops` to include in the pages; repeatable, later files override.",
 )
 def ops(as_json: bool, docs: Path | None, measured: tuple[Path, ...]) -> None:
-    """List every op, its implementations, and which one each device would run.
+    """List every op with its implementations, and the one that each device runs.
 
-    CAIRN_OPS=reference runs the definitions alone; CAIRN_OPS=name=implementation forces one.
+    CAIRN_OPS=reference runs the definitions of all ops; CAIRN_OPS=NAME=IMPLEMENTATION forces one.
     """
-    # Before the ops are imported: kernels for a GPU are listed where there is none, too.
+    # Set before the ops are imported, so that GPU kernels are listed on machines without a GPU.
     os.environ.setdefault("TRITON_INTERPRET", "0")
-    from cairn.bench import registered as _registered  # noqa: F401  (ops are found once imported)
+    from cairn.bench import registered as _registered  # noqa: F401  (registers the ops)
     from cairn.ops.listing import table
     from cairn.ops.registry import check_forced
 
@@ -80,7 +80,7 @@ def _write_pages(folder: Path, measured: Sequence[Path]) -> None:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """What `cairn bench ops` wrote. Raises BadConfig for any other file."""
+    """Read records of `cairn bench ops`. Raises BadConfig for any other file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -93,7 +93,7 @@ def _records(file: Path) -> list[dict[str, Any]]:
 
 
 def _pages_of(folder: Path) -> set[Path]:
-    """The pages that a folder holds. Raises BadConfig for a folder with other texts."""
+    """The generated pages in a folder. Raises BadConfig if it contains other Markdown files."""
     from cairn.ops.docs import GENERATED, INDEX
 
     found, index = set(folder.glob("*.md")), folder / INDEX

@@ -1,4 +1,4 @@
-"""Options that several commands share. What the user did not give is not passed on."""
+"""Options that several commands share. Options that the user does not give are not passed on."""
 
 from __future__ import annotations
 
@@ -21,6 +21,24 @@ from cairn.types import Grammar, SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+def stacked(*options: Callable[[Any], Any]) -> Callable[[F], F]:
+    """A decorator that adds several options, which help lists in this order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def count_option(name: str, default: int, text: str, least: int = 1) -> Callable[[F], F]:
+    """An option for an integer of at least `least`; its help shows the default."""
+    kind = click.IntRange(min=least)
+    return click.option(name, type=kind, default=default, show_default=True, help=text)
+
+
 SAMPLING = (
     click.option("--n", type=int, help="Outputs to generate for the prompt.  [default: 1]"),
     click.option(
@@ -31,7 +49,8 @@ SAMPLING = (
     click.option(
         "--top-p",
         type=float,
-        help="Sample from the most likely tokens whose probabilities sum to this.  [default: 1.0]",
+        help="Sample from the most likely tokens whose probabilities sum to at least this.  "
+        "[default: 1.0]",
     ),
     click.option(
         "--top-k",
@@ -41,16 +60,21 @@ SAMPLING = (
     click.option(
         "--min-p",
         type=float,
-        help=("Drop tokens less likely than this times the most likely one.  [default: 0]"),
+        help="Drop tokens whose probability is below this share of the most likely token's.  "
+        "[default: 0]",
     ),
     click.option("--sampling-seed", "seed", type=int, help="Seed of this request's sampling."),
     click.option(
-        "--max-tokens", type=int, default=128, show_default=True, help="Longest output in tokens."
+        "--max-tokens",
+        type=int,
+        default=128,
+        show_default=True,
+        help="Maximum output length in tokens.",
     ),
     click.option(
         "--min-tokens",
         type=int,
-        help=("Tokens before which the output does not stop.  [default: 0]"),
+        help="Minimum output length in tokens.  [default: 0]",
     ),
     click.option(
         "--stop", multiple=True, metavar="TEXT", help="Text that ends the output; repeatable."
@@ -78,11 +102,11 @@ SAMPLING = (
     click.option(
         "--logprobs",
         type=int,
-        help="Most likely tokens to report at each position, with their "
-        "log-probabilities; -1: the whole vocabulary. Needs --json.",
+        help="Report the log-probabilities of this many tokens per position; -1: of the whole "
+        "vocabulary. Needs --json.",
     ),
     click.option(
-        "--prompt-logprobs", type=int, help="The same for the prompt's tokens. Needs --json."
+        "--prompt-logprobs", type=int, help="Like --logprobs, for the prompt. Needs --json."
     ),
     click.option(
         "--presence-penalty",
@@ -105,25 +129,25 @@ SAMPLING = (
         "--logit-bias",
         multiple=True,
         metavar="ID=VALUE",
-        help="VALUE is added to the logit of token ID; repeatable.",
+        help="Add VALUE to the logit of token ID; repeatable.",
     ),
     click.option(
         "--grammar",
         metavar="KIND=TEXT",
         help="Constrain the output: json_schema=SCHEMA, regex=PATTERN or "
-        "ebnf=GRAMMAR; @FILE instead of the text reads a file.",
+        "ebnf=GRAMMAR. A TEXT of @FILE is read from the file.",
     ),
     click.option(
         "--selection",
         is_flag=True,
         default=None,
-        help="Report the pages that each token read. Needs --json and a landmark model.",
+        help="Report the pages that each generated token read. Needs --json and a landmark model.",
     ),
 )
 
 
 def _declared(entry: Field[Any]) -> Callable[[F], F]:
-    """The flag of an option that says itself what it needs."""
+    """The flag of an option that is declared by a field of an options class."""
     given = {
         key: entry.metadata[key] for key in ("type", "metavar", "help") if key in entry.metadata
     }
@@ -142,58 +166,58 @@ DECLARED = (
     *expert_options(),
     *node_options(),
 )
-"""Options that say themselves what a command line needs of them."""
+"""Flags of the options classes whose fields declare their own flag and help."""
 
 ENGINE = (
     click.option(
         "--dtype",
         type=click.Choice(DTYPES),
-        help="Dtype of weights, activations and cache; auto: the checkpoint's where "
-        "the device is fast in it.  [default: auto]",
+        help="Dtype of weights, activations and cache; auto: the checkpoint's, if the device "
+        "computes in it natively.  [default: auto]",
     ),
     click.option(
         "--kv-cache-dtype",
         type=click.Choice(KV_CACHE_DTYPES),
-        help="Dtype of the cache: fp8_e4m3 (keys and values) or fp8_ds (latent or compressed "
-        "attention) takes about half the memory of bfloat16; fp4_e2m1 (keys and values) "
-        "between a quarter and a third.  [default: auto, as --dtype]",
+        help="Dtype of the cache. fp8_e4m3 (keys and values) and fp8_ds (latent or compressed "
+        "attention) take about half the memory of bfloat16, fp4_e2m1 (keys and values) a quarter "
+        "to a third.  [default: auto, as --dtype]",
     ),
     click.option(
         "--device",
         metavar="NAME",
-        help=("auto, cpu, cuda or cuda:N; auto: a GPU if there is one.  [default: auto]"),
+        help="cpu, cuda, cuda:N, or auto: a GPU if there is one.  [default: auto]",
     ),
     click.option(
         "--max-model-len",
         "--context-length",
         type=int,
-        help="Longest sequence in tokens, prompt and output together.  [default: the "
+        help="Maximum length of prompt and output together, in tokens.  [default: the "
         "model's, or what the page pool holds]",
     ),
     click.option(
         "--allow-long-max-model-len",
         is_flag=True,
         default=None,
-        help="--max-model-len may be longer than the model was made for.",
+        help="Allow a --max-model-len beyond the length that the model was trained for.",
     ),
     click.option(
         "--kv-cache-memory",
         metavar="SIZE",
-        help="Size of the page pool, in bytes or such as 4GiB.  [default: 40% of the "
+        help="Size of the page pool in bytes, or such as 4GiB.  [default: 40% of the "
         "free memory on a CPU; on a GPU see --gpu-memory-utilization]",
     ),
     click.option(
         "--kv-host-memory",
         metavar="SIZE",
-        help="Host memory for pages that the prefix cache on the device gives up, such as "
-        "64GiB; requests with their prefix load them back.  [default: none]",
+        help="Size of a second prefix cache in host memory, such as 64GiB, for pages that the "
+        "device's prefix cache evicts.  [default: none]",
     ),
     click.option(
         "--kv-host-tier",
         is_flag=True,
         default=None,
-        help="All pages of landmark layers live in --kv-host-memory. The device keeps summaries, "
-        "windows and, in frames, pages that were selected last.",
+        help="Keep all pages of landmark layers in --kv-host-memory. The device keeps their "
+        "summaries, the window pages, and frames, a cache of selected pages.",
     ),
     click.option(
         "--gpu-memory-utilization",
@@ -207,13 +231,14 @@ ENGINE = (
         "--enforce-eager",
         is_flag=True,
         default=None,
-        help="Run no step on a GPU as a CUDA graph.",
+        help="Do not use CUDA graphs.",
     ),
     click.option(
         "--disable-overlap-schedule",
         is_flag=True,
         default=None,
-        help="Plan a step when the previous one has ended, instead of while it runs on the GPU.",
+        help="Plan each step after the previous one has ended, instead of while it runs on the "
+        "GPU.",
     ),
     click.option(
         "--page-size",
@@ -226,19 +251,19 @@ ENGINE = (
         "--max-num-seqs",
         "--max-running-requests",
         type=int,
-        help="Sequences that run at the same time.  [default: 64]",
+        help="Maximum number of running sequences.  [default: 64]",
     ),
     click.option(
         "--chunked-prefill-size",
         "--max-num-batched-tokens",
         type=int,
-        help=("Most slots that one step runs.  [default: by device and dtype]"),
+        help="Maximum number of slots per step.  [default: by device and dtype]",
     ),
     click.option(
         "--itl-target-ms",
         type=float,
-        help="Milliseconds between two tokens of a running stream that prefills "
-        "beside it may cause; sizes prefill chunks by time instead of "
+        help="Target of the milliseconds between two tokens of a running stream while other "
+        "prompts are prefilled. Chunks are then sized by measured times, instead of "
         "--chunked-prefill-size.",
     ),
     click.option(
@@ -246,14 +271,14 @@ ENGINE = (
         "--random-seed",
         "engine_seed",
         type=int,
-        help=("Base seed of the sampling of requests without a seed.  [default: 0]"),
+        help="Base seed of the sampling of requests without a seed.  [default: 0]",
     ),
     click.option(
         "--no-prefix-caching",
         "--no-enable-prefix-caching",
         "--disable-radix-cache",
         is_flag=True,
-        help=("Do not keep the pages of finished requests for later ones with the same prefix."),
+        help="Do not reuse the pages of finished requests for later ones with the same prefix.",
     ),
     *map(_declared, DECLARED),
     click.option(
@@ -261,19 +286,19 @@ ENGINE = (
         "--tp-size",
         "-tp",
         type=int,
-        help="Ranks that hold the model together: GPUs, or processes on the CPU.  [default: 1]",
+        help="Number of ranks that share the model: GPUs, or processes on a CPU.  [default: 1]",
     ),
     click.option(
         "--load-format",
         type=click.Choice(["auto", "random"]),
-        help="random: random weights instead of the folder's, for benchmarks.  [default: auto]",
+        help="random: use random weights instead of the folder's, for benchmarks.  [default: auto]",
     ),
     click.option(
         "--quantization",
         type=click.Choice(["auto", "fp8", "fp4"]),
-        help="fp8: matrices of a checkpoint that is not quantised become fp8 on load. "
-        "fp4: experts in fp4 (DeepSeek-V4) are dequantised when they run, not on load, and take "
-        "a quarter of the memory.  [default: auto]",
+        help="fp8: quantise the matrices of an unquantised checkpoint to fp8 on load. "
+        "fp4: dequantise experts in fp4 (DeepSeek-V4) when they run instead of on load, which "
+        "takes a quarter of the memory.  [default: auto]",
     ),
 )
 
@@ -283,14 +308,14 @@ REPLICAS = (
         "--dp-size",
         "-dp",
         type=int,
-        help="Engines of the model side by side (replicas), each on GPUs of its own, on a CPU with "
-        "a share of the cores.  [default: 1]",
+        help="Number of engines (replicas) of the model, each with GPUs of its own, or on a CPU "
+        "with a share of the cores.  [default: 1]",
     ),
     click.option(
         "--load-balance-method",
         metavar="NAME",
-        help="How replicas share out prompts: auto (by the prefixes that each has seen, and by "
-        "load), round_robin or shortest_queue.  [default: auto]",
+        help="How prompts are distributed to replicas: auto (by cached prefixes and load), "
+        "round_robin or shortest_queue.  [default: auto]",
     ),
 )
 
@@ -319,18 +344,8 @@ ENGINE_NAMES = (
 )
 
 
-def sampling_options(command: F) -> F:
-    """Decorator: one option for every field of SamplingParams."""
-    for option in reversed(SAMPLING):
-        command = option(command)
-    return command
-
-
-def engine_options(command: F) -> F:
-    """Decorator: the options of the engine."""
-    for option in reversed(ENGINE):
-        command = option(command)
-    return command
+sampling_options = stacked(*SAMPLING)
+engine_options = stacked(*ENGINE)
 
 
 def model_argument(command: F) -> F:
@@ -351,15 +366,27 @@ sampling_defaults_option = click.option(
     "(openai).  [default: model]",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+records_option = click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File that records are appended to.  [default: "
+    "benchmarks/results/<date>-<machine>-<name>.json]",
+)
+chart_option = click.option(
+    "--chart",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE.png",
+    help="Draw a chart too. Needs `pip install 'cairn-llm[bench]'`.",
+)
 
 
 def model_or_default(model: Path | None) -> Path:
-    """The folder given, or that of the embedded model."""
+    """`model`, or by default the folder of the embedded model."""
     return default_model_path() if model is None else model
 
 
 def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of LLM from the parsed options: only those that the user gave."""
+    """Convert parsed options to keywords of LLM. Only those that the user gave."""
     chosen = {name: options[name] for name in ENGINE_NAMES if options[name] is not None}
     if options["engine_seed"] is not None:
         chosen["seed"] = options["engine_seed"]
@@ -369,10 +396,10 @@ def engine_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of SamplingParams from the parsed options: only those that the user gave.
+    """Convert parsed options to keywords of SamplingParams. Only those that the user gave.
 
     Raises:
-        click.BadParameter: a list or a grammar that cannot be read.
+        click.BadParameter: a list or a grammar that cannot be parsed.
     """
     chosen = {name: options[name] for name in SAMPLING_NAMES if options[name] not in (None, ())}
     if "stop_token_ids" in chosen:
@@ -385,10 +412,10 @@ def sampling_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_ids(text: str, option: str) -> list[int]:
-    """Token ids from "10,46".
+    """Parse token ids such as "10,46".
 
     Raises:
-        click.BadParameter: something in it is no integer.
+        click.BadParameter: an item is not an integer.
     """
     try:
         return [int(part) for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""`cairn ray`: the server on a cluster of Ray."""
+"""`cairn ray`: serves on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 @click.group()
 def ray() -> None:
-    """Serve on a cluster of Ray."""
+    """Serve on a Ray cluster."""
 
 
 @ray.command()
@@ -17,8 +17,9 @@ def ray() -> None:
 def serve(file: Path) -> None:
     """Serve the model of FILE on Ray Serve, until SIGTERM or Ctrl-C.
 
-    FILE is TOML: model, replicas or [autoscaling], [engine], [server] and [resources]; see
-    docs/deployment.md. RAY_ADDRESS names the cluster; without one there is one of this machine.
+    FILE is a TOML file with model, replicas or [autoscaling], [engine], [server], [resources] and
+    [prefill]; see docs/deployment.md. RAY_ADDRESS names the cluster; without it, Ray starts on this
+    machine.
     """
     from cairn.server.ray import plan_of, serve_on_ray
 

@@ -18,6 +18,7 @@ from cairn.cli.options import (
     model_argument,
     model_or_default,
     sampling_defaults_option,
+    stacked,
 )
 from cairn.obs import log
 from cairn.version import __version__
@@ -35,22 +36,23 @@ SERVER = (
         "--allowed-hosts",
         metavar="NAME",
         multiple=True,
-        help="Value of the Host header that is answered, others get 403; repeatable, * allows "
-        "all.  [default: on loopback without a key, loopback and --host; else all]",
+        help="Accepted value of the Host header; others get 403. Repeatable; * accepts all.  "
+        "[default: loopback and --host, if the server listens on loopback without a key; else "
+        "all]",
     ),
     click.option(
         "--api-key",
         "api_keys",
         multiple=True,
         envvar="CAIRN_API_KEY",
-        help="Key that clients must send as a bearer token; repeatable. Or set CAIRN_API_KEY.",
+        help="API key that clients have to send as a bearer token; repeatable. Or set "
+        "CAIRN_API_KEY.",
     ),
     click.option(
         "--allowed-origins",
         multiple=True,
         metavar="ORIGIN",
-        help="Origin whose pages may call the API from a browser (CORS), such as "
-        "https://example.com; *: all; repeatable.",
+        help="Origin that CORS allows, such as https://example.com; * allows all; repeatable.",
     ),
     click.option(
         "--served-model-name",
@@ -62,49 +64,51 @@ SERVER = (
     click.option(
         "--max-waiting",
         type=int,
-        help=("Outputs that may wait for a place; beyond them requests get 429.  [default: 1024]"),
+        help="Maximum number of outputs in the queue; further requests get 429.  [default: 1024]",
     ),
     click.option(
-        "--max-body-bytes", type=int, help="Longest request body in bytes.  [default: 16777216]"
+        "--max-body-bytes", type=int, help="Maximum size of a request body.  [default: 16777216]"
     ),
     click.option(
-        "--max-json-depth", type=int, help="Deepest nesting of a request body.  [default: 64]"
+        "--max-json-depth", type=int, help="Maximum nesting of a request body.  [default: 64]"
     ),
-    click.option("--max-headers", type=int, help="Most header lines of a request.  [default: 128]"),
     click.option(
-        "--max-prompts", type=int, help="Most prompts of one completions request.  [default: 256]"
+        "--max-headers", type=int, help="Maximum header lines of a request.  [default: 128]"
     ),
-    click.option("--max-stop", type=int, help="Most stop strings of a request.  [default: 16]"),
-    click.option("--max-n", type=int, help="Largest n of a request.  [default: 64]"),
+    click.option(
+        "--max-prompts", type=int, help="Maximum prompts of a completions request.  [default: 256]"
+    ),
+    click.option("--max-stop", type=int, help="Maximum stop strings of a request.  [default: 16]"),
+    click.option("--max-n", type=int, help="Maximum n of a request.  [default: 64]"),
     click.option(
         "--max-logprobs",
         type=int,
-        help=("Largest logprobs and top_logprobs of a request.  [default: 20]"),
+        help="Maximum logprobs and top_logprobs of a request.  [default: 20]",
     ),
     click.option(
         "--max-selection-tokens",
         type=int,
-        help="Longest output of a request that asks for its page selection.  [default: 4096]",
+        help="Maximum output length of a request with a selection report.  [default: 4096]",
     ),
     click.option(
         "--body-timeout",
         type=float,
-        help=("Seconds within which a request body must have arrived.  [default: 60]"),
+        help="Seconds within which a request body has to arrive.  [default: 60]",
     ),
     click.option(
         "--shutdown-timeout",
         type=float,
-        help="Seconds that running requests get to finish after SIGTERM.  [default: 30]",
+        help="Seconds that running requests have to finish after SIGTERM.  [default: 30]",
     ),
     click.option(
         "--ready-step-age",
         type=float,
-        help="Seconds that a step may take before /ready answers 503.  [default: 5]",
+        help="Seconds that a step may take before /ready returns 503.  [default: 5]",
     ),
     click.option(
         "--step-limit",
         type=float,
-        help="Seconds that a step may take before the server ends as stuck.  [default: 300]",
+        help="Seconds that a step may take before the server exits.  [default: 300]",
     ),
     sampling_defaults_option,
     click.option(
@@ -118,23 +122,23 @@ SERVER = (
     click.option(
         "--reasoning-parser",
         metavar="NAME",
-        help="Markers around the reasoning, which is reported as reasoning_content: auto, think "
+        help="Markers of the reasoning, which is returned as reasoning_content: auto, think "
         "(<think>), mistral, seed_oss, or none to leave it in the content.  [default: auto, by "
         "the chat template]",
     ),
     click.option(
         "--root-path",
         metavar="PATH",
-        help="Path below which a proxy shows this server, such as /llm; it is answered with and "
-        "without it.",
+        help="Path prefix under which a proxy serves this server, such as /llm. Routes work with "
+        "and without it.",
     ),
     click.option(
-        "--log-format", metavar="FORM", help="Form of log lines: text or json.  [default: text]"
+        "--log-format", metavar="FORMAT", help="Log format: text or json.  [default: text]"
     ),
     click.option(
         "--trace",
         metavar="TARGET",
-        help='Where traces go: "otel" (OpenTelemetry) or a file.',
+        help='Target of trace spans: "otel" (OpenTelemetry) or a file.',
     ),
 )
 
@@ -144,14 +148,9 @@ NO_EFFECT = (
     "--enable-chunked-prefill",
     "--enable-prefix-caching",
 )
-"""Flags of vLLM that ask for what is always on."""
+"""vLLM's flags of features that are always enabled."""
 
-
-def server_options(command: Any) -> Any:
-    """Decorator: one option for every field of ServerOptions."""
-    for option in reversed(SERVER):
-        command = option(command)
-    return command
+server_options = stacked(*SERVER)
 
 
 @click.command()
@@ -170,13 +169,13 @@ def server_options(command: Any) -> Any:
     "always_on",
     is_flag=True,
     expose_value=False,
-    help="No effect: what it asks for is always on.",
+    help="No effect: these features are always enabled.",
 )
 @click.pass_context
 def serve(context: click.Context, /, model: Path | None, **options: Any) -> None:
-    """Serve MODEL over HTTP, compatible with OpenAI's API.
+    """Serve MODEL over HTTP with OpenAI-compatible routes.
 
-    SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
+    After SIGTERM or Ctrl-C running requests finish; a second signal stops at once.
     """
     from cairn.config import EngineOptions
     from cairn.server.options import ServerOptions
@@ -191,7 +190,7 @@ def serve(context: click.Context, /, model: Path | None, **options: Any) -> None
     asked = context.parent.params.get("log_level") if context.parent is not None else None
     log.configure(asked, also=("uvicorn", "asyncio"))
     if asked is None and log.ENVIRONMENT_VARIABLE not in os.environ:
-        # Log one line for each request, unless the user chose a level.
+        # The access log is on, unless the user chose a level.
         logging.getLogger("cairn.access").setLevel(logging.INFO)
 
     from cairn.server.launch import serve as run

@@ -1,4 +1,4 @@
-"""`cairn train`: trains a small HiLS model from scratch."""
+"""`cairn train`: trains a small landmark model from scratch."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
 @click.option(
     "--max-minutes",
     type=click.FloatRange(min=0, min_open=True),
-    help="Stop after this many minutes with exit code 3; the same command continues.",
+    help="Stop after this many minutes with exit code 3. The same command continues the run.",
 )
 @click.option(
-    "--smoke", is_flag=True, help=("A small version of the recipe that takes a minute on a CPU.")
+    "--smoke",
+    is_flag=True,
+    help="Run a small version of the recipe, which takes a minute on a CPU.",
 )
 def train(
     recipe: str,
@@ -55,7 +57,7 @@ def train(
     max_minutes: float | None,
     smoke: bool,
 ) -> None:
-    """Train a landmark model on text with hidden facts and questions about them.
+    """Train a small landmark model on text with hidden facts and questions about them.
 
     The output folder can be given as MODEL to every other command.
     """

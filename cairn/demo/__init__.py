@@ -1,1 +1,2 @@
-"""The demonstration: hides facts in a long document, asks for them, shows time and memory."""
+"""The demonstration: asks for facts that are hidden in a long document, and shows time and
+memory."""

@@ -1,4 +1,4 @@
-"""A long document out of the standard library's sources, with facts hidden in it."""
+"""Builds a long document from the standard library's sources, with facts hidden in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cairn.errors import BadRequest
 
-# Folders to leave out: test data, generated files, installed packages.
+# Excluded folders: test data, generated files, installed packages.
 SKIPPED = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
 )
@@ -21,13 +21,13 @@ VALUE_DIGITS = 5
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Lines to hide, the question that asks for them, and the one right answer.
+    """Lines to hide, the question about them, and its answer.
 
     Attributes:
         kind: "line", "sentence" or "chain".
-        lines: each goes to a place of its own, without its newline.
-        question: follows the document; the answer continues it.
-        answer: exact text.
+        lines: lines without newline, each hidden at a different place.
+        question: text after the document, which the answer continues.
+        answer: the expected text.
     """
 
     kind: str
@@ -38,11 +38,11 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class HiddenFact:
-    """A fact and where it went.
+    """A fact and its place in the document.
 
     Attributes:
-        fact: what was hidden.
-        depths: place of each of its lines as a share of the document, 0 to 1.
+        fact: the fact.
+        depths: place of each of its lines, from 0 (start of the document) to 1 (end).
     """
 
     fact: Fact
@@ -59,7 +59,7 @@ class Document:
 
 
 def make_facts(per_kind: int, rng: random.Random) -> list[Fact]:
-    """`per_kind` facts of each of the three kinds, no key used twice."""
+    """Generate `per_kind` facts of each of the three kinds, with distinct keys."""
     used: set[str] = set()
 
     def key() -> str:
@@ -88,7 +88,7 @@ def make_facts(per_kind: int, rng: random.Random) -> list[Fact]:
 
 
 def library_lines(root: Path | None = None) -> Iterator[tuple[Path, list[str]]]:
-    """The ASCII sources below `root` (the standard library), file by file in a fixed order."""
+    """Yield path and lines of the ASCII sources below `root` (the standard library), sorted."""
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     for path in sorted(root.rglob("*.py")):
         if SKIPPED.intersection(path.relative_to(root).parts):
@@ -103,15 +103,15 @@ def library_lines(root: Path | None = None) -> Iterator[tuple[Path, list[str]]]:
 def build_document(
     characters: int, facts: list[Fact], rng: random.Random, root: Path | None = None
 ) -> Document:
-    """A document of exactly `characters` ASCII characters with every line of every fact in it.
+    """Build a document of exactly `characters` ASCII characters that contains all facts.
 
-    The lines are spread evenly over the document in random order, each at a random place of its
-    stretch, always at the start of a line.
+    The document is divided into as many sections as there are lines to hide. Each section gets one
+    line, in random order, at the start of a random line.
 
     Args:
-        characters: length with the facts.
-        facts: what to hide.
-        rng: decides order and places.
+        characters: length including the facts.
+        facts: the facts to hide.
+        rng: random generator of order and places.
         root: folder of the sources, None for the standard library.
 
     Raises:
@@ -140,7 +140,7 @@ def build_document(
 
 
 def _filler(characters: int, root: Path | None) -> tuple[str, int]:
-    """Exactly `characters` characters of source text, and the number of files they came from."""
+    """Exactly `characters` characters of source text, and the number of their files."""
     parts: list[str] = []
     length = 0
     for files, (_, lines) in enumerate(library_lines(root), start=1):

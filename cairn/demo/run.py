@@ -1,4 +1,5 @@
-"""Runs the demo: read the document once, ask for each hidden fact, show what it cost."""
+"""Runs the demo: prefills the document once, asks for each hidden fact, and shows time and
+memory."""
 
 from __future__ import annotations
 
@@ -23,20 +24,20 @@ MIB = 1 << 20
 def run_demo(
     model: Path, *, tokens: int, questions: int, seed: int, options: Mapping[str, Any]
 ) -> bool:
-    """Build the document, read it, ask, and print answers and costs to stdout.
+    """Run the demo and print answers, times and memory to stdout.
 
     Args:
         model: folder of a byte-level model (a token is a byte).
-        tokens: length of the document.
-        questions: facts of each of the three kinds.
-        seed: of facts and places.
+        tokens: length of the document in tokens.
+        questions: number of facts of each of the three kinds.
+        seed: seed of the facts and their places.
         options: keywords of LLM.
 
     Returns:
         Whether every answer was right.
 
     Raises:
-        CairnError: a model or an option that cannot be served, a document too short for its facts.
+        CairnError: an invalid model or option, or a document that is too short for its facts.
     """
     from rich.console import Console
 
@@ -67,7 +68,7 @@ def run_demo(
 
 
 def _read(llm: LLM, document: Document, console: Console) -> None:
-    """Prefill the document alone: its pages stay in the prefix cache for every question."""
+    """Prefill the document, whose pages stay in the prefix cache for the questions."""
     from cairn.types import SamplingParams
 
     began = time.perf_counter()
@@ -78,7 +79,7 @@ def _read(llm: LLM, document: Document, console: Console) -> None:
 
 
 def _ask(llm: LLM, document: Document, hidden: HiddenFact, console: Console) -> bool:
-    """Stream one answer after its question, then `right` or `wrong`; True if it is exact."""
+    """Print a question and its streamed answer. Returns whether the answer is right."""
     from cairn.types import SamplingParams
 
     fact = hidden.fact
@@ -96,7 +97,7 @@ def _ask(llm: LLM, document: Document, hidden: HiddenFact, console: Console) -> 
 
 
 def _show_costs(read: Stats, total: Stats, console: Console) -> None:
-    """The table of the whole run, and the pages of the answers (after `read` was counted)."""
+    """Print the totals of the run, and the pages read by the answers, which ran after `read`."""
     from rich.table import Table
 
     table = Table(title="What it cost", title_justify="left")
@@ -124,7 +125,7 @@ def _show_costs(read: Stats, total: Stats, console: Console) -> None:
 
 
 def peak_memory() -> int:
-    """Largest resident size of this process so far, bytes; 0 where the system does not tell."""
+    """Peak resident size of this process in bytes; 0 if the system does not report it."""
     if os.name != "posix":
         return 0
     import resource

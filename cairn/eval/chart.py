@@ -12,15 +12,15 @@ Record = Mapping[str, Any]
 
 
 PANEL = (3.4, 2.6)
-"""Inches of one heat map."""
+"""Width and height of one heat map in inches."""
 
 
 def heat_map(records: Sequence[Record], path: Path) -> None:
-    """Accuracy by depth (down) and length (across): a column a task, a row a variant.
+    """Draw heat maps of accuracy by depth and length, one column per task, one row per variant.
 
     Args:
-        records: cells of `cairn eval needle`; the last one of a cell counts.
-        path: the PNG.
+        records: records of `cairn eval needle`; of several with the same settings the last is used.
+        path: PNG file to write.
     """
     cells = {(r["variant"], r["task"], r["depth"], r["length"]): r for r in records}
     variants = list(dict.fromkeys(key[0] for key in cells))
@@ -57,7 +57,7 @@ def heat_map(records: Sequence[Record], path: Path) -> None:
 
 
 def short(tokens: int) -> str:
-    """A length as people write it: 64K, 1M."""
+    """Format a length: 65536 -> "64K"."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if tokens >= size and tokens % size == 0:
             return f"{tokens // size}{unit}"
@@ -65,18 +65,18 @@ def short(tokens: int) -> str:
 
 
 def context_chart(records: Sequence[Record], path: Path) -> None:
-    """Bits per byte of the last tokens over the length of the context: mean, and each stretch thin.
+    """Plot bits per byte by context length: the mean as a thick line, each excerpt as a thin one.
 
     Args:
-        records: of `cairn eval ppl`, of one run.
-        path: the PNG.
+        records: records of one run of `cairn eval ppl`.
+        path: PNG file to write.
     """
     ordered = sorted(records, key=lambda r: r["length"])
     lengths = [r["length"] for r in ordered]
     figure = figure_of(f"{ordered[0]['shape']}: the last {ordered[0]['last']:,} tokens")
     ax = figure.subplots()
-    for stretch in zip(*(r["each_bits_per_byte"] for r in ordered), strict=True):
-        ax.plot(lengths, stretch, color=GREY, lw=0.7, alpha=0.6)
+    for excerpt in zip(*(r["each_bits_per_byte"] for r in ordered), strict=True):
+        ax.plot(lengths, excerpt, color=GREY, lw=0.7, alpha=0.6)
     ax.plot(lengths, [r["bits_per_byte"] for r in ordered], color=BLUE, marker="o", ms=4)
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [short(n) for n in lengths])

@@ -1,4 +1,4 @@
-"""Cuts evaluation samples out of a corpus."""
+"""Samples excerpts from a corpus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
     """The model's tokenizer.
 
     Raises:
-        BadRequest: it has none.
+        BadRequest: the model has none.
     """
     tokenizer = llm.engine.core.tokenizer
     if tokenizer is None:
@@ -24,22 +24,22 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
     return tokenizer
 
 
-def stretches(
+def excerpts(
     texts: Sequence[Path], tokenizer: Tokenizer, length: int, samples: int
 ) -> list[array[int]]:
-    """`samples` stretches of `length` tokens, spread evenly over the first tokens of a corpus.
+    """Take `samples` excerpts of `length` tokens, evenly spaced over the start of a corpus.
 
-    As many tokens are read as stretches need that do not overlap; where there are fewer they do.
-    Texts follow each other without a separator, special tokens are left out.
+    Excerpts overlap only if the corpus has fewer than `samples * length` tokens. Texts are
+    concatenated without separators or special tokens.
 
     Args:
-        texts: files and folders; none: the standard library's sources.
-        tokenizer: of the model.
-        length: tokens of each.
-        samples: how many.
+        texts: files and folders; empty for the standard library's sources.
+        tokenizer: the model's tokenizer.
+        length: tokens per excerpt.
+        samples: number of excerpts.
 
     Raises:
-        BadRequest: the corpus is shorter than one stretch, or a path that holds no text.
+        BadRequest: the corpus is shorter than one excerpt, or a path contains no text.
     """
     ids = array("q")
     for text in read_texts(texts) if texts else library_texts():

@@ -1,4 +1,5 @@
-"""`cairn eval needle` and `cairn eval ruler`: make documents, ask questions, count answers."""
+"""Runs `cairn eval needle` and `cairn eval ruler`: builds documents, asks questions, scores
+answers."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class NeedlePlan:
-    """What to run.
+    """Settings of a needle evaluation.
 
     Attributes:
-        source: who is asked.
-        grid: which documents.
-        form: of FORMATS.
-        filler: of the documents; None: the format's own.
-        variants: names in VARIANTS; the first is what the others are compared with.
+        source: the engine or server to evaluate.
+        grid: tasks, lengths and depths of the documents.
+        form: name in FORMATS.
+        filler: text around the needles; None for the format's default.
+        variants: names in VARIANTS. Outputs of the others are compared with those of the first.
     """
 
     source: Source
@@ -38,14 +39,14 @@ class NeedlePlan:
 
 
 def run_needle(plan: NeedlePlan, keep: Callable[[Record], object]) -> Iterator[list[Record]]:
-    """Run the grid; gives the cells of each task and length as they are done.
+    """Run the evaluation. Yields the records of each task and length when they are complete.
 
     Args:
-        plan: what to run.
-        keep: called with every cell as a record, as soon as there is one.
+        plan: the settings.
+        keep: called with every record at once, to save it.
 
     Raises:
-        CairnError: lengths that do not fit, a question that could not be answered.
+        CairnError: a length that does not fit, or a question that the subject fails to answer.
     """
     first: dict[tuple[object, ...], str] = {}
     for name in plan.variants:
@@ -84,7 +85,7 @@ def _exact(form: Format, output: str, question: Question) -> float:
 
 
 def _cells(found: Sequence[Scored], first: dict[tuple[object, ...], str]) -> Iterator[Record]:
-    """A record a depth. `first` holds the outputs of the first variant, and is filled by it."""
+    """Yield one record per depth. The first variant stores its outputs in `first`."""
     for depth in sorted({s.question.depth or 0.0 for s in found}):
         here = [s for s in found if s.question.depth == depth]
         right = sum(s.score for s in here)
@@ -113,14 +114,14 @@ def _cells(found: Sequence[Scored], first: dict[tuple[object, ...], str]) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class RulerPlan:
-    """What to run.
+    """Settings of a RULER evaluation.
 
     Attributes:
-        source: who is asked.
-        tasks: of RULER_TASKS.
-        lengths: tokens of a prompt with its output.
-        samples: prompts of a task at each length.
-        seed: of everything.
+        source: the engine or server to evaluate.
+        tasks: names in RULER_TASKS.
+        lengths: tokens of prompt and output together.
+        samples: prompts per task and length.
+        seed: seed of the prompts.
     """
 
     source: Source
@@ -131,15 +132,16 @@ class RulerPlan:
 
 
 def run_ruler(plan: RulerPlan, keep: Callable[[Record], object]) -> Iterator[Record]:
-    """Run the tasks at every length; gives each as a record when it is done, and `keep` it first.
+    """Run the tasks at every length. Yields a record for each, after a call of `keep` with it.
 
     Raises:
-        CairnError: lengths that do not fit, a question that could not be answered.
+        CairnError: a length that does not fit, or a question that the subject fails to answer.
     """
     with plan.source.open() as subject:
         for length in plan.lengths:
             subject.check(length)
-        # Make one prompt of every task at the shortest length, so that it fails before any request.
+        # Build a prompt of every task at the shortest length first: a length that is too short
+        # fails before any request is sent.
         for task in plan.tasks:
             next(ruler.cases(task, min(plan.lengths), 1, plan.seed, subject.count))
         for length in plan.lengths:
@@ -169,7 +171,7 @@ def run_ruler(plan: RulerPlan, keep: Callable[[Record], object]) -> Iterator[Rec
 
 
 def totals(records: Sequence[Record]) -> Record:
-    """Of several cells together: asked, right, accuracy, low, high, same_as_first."""
+    """Sum several records: asked, right, accuracy, low, high, same_as_first."""
     asked = sum(r["asked"] for r in records)
     right = sum(r["right"] for r in records)
     low, high = wilson(right, asked)

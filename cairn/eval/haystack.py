@@ -1,4 +1,4 @@
-"""Documents of an exact length in tokens, with lines hidden at given depths, and questions."""
+"""Builds documents of a given length in tokens, with lines hidden at given depths."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from cairn.demo.document import library_lines
 from cairn.errors import BadRequest
 
 Filler = Callable[[int, random.Random], str]
-"""(characters, rng) -> text of at most so many characters, a little shorter at most."""
+"""(characters, rng) -> text of at most `characters` characters, and only a little shorter."""
 
 Counter = Callable[[str], int]
-"""Tokens of a text."""
+"""Returns the number of tokens of a text."""
 
 PROBE = 2000
-"""Characters of the first try, which shows how many a token takes."""
+"""Characters of the first attempt, from which the characters per token are estimated."""
 ROUNDS = 8
 SLACK = 128
-"""A prompt may fall short of its length by one part in so many: a sentence, not more."""
+"""A prompt may be shorter than its target length by 1/SLACK of it, about a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about a document.
+    """A question about a document.
 
     Attributes:
-        text: follows the document.
-        lead: the beginning of the answer, which a prompt of plain text goes on with.
-        answers: the right ones; how many of them must be found is the task's business.
-        max_tokens: of the output.
-        depth: where in the document the answer stands, 0 to 1; None: at no single place.
+        text: the question, which follows the document.
+        lead: beginning of the answer, which is part of a plain text prompt.
+        answers: right answers. The task's score decides how many of them are needed.
+        max_tokens: maximum output length.
+        depth: position of the answer in the document, 0 to 1; None if it has no single position.
     """
 
     text: str
@@ -49,11 +49,11 @@ class Case:
 
     Attributes:
         task: name of the task.
-        length: tokens that the longest prompt with its output should have.
-        sample: number of the document among those of its kind.
-        document: text.
-        questions: each asked by itself.
-        tokens: tokens of all prompts, each with its output at its longest.
+        length: target length in tokens of the longest prompt with its output.
+        sample: index of the document among those with the same settings.
+        document: its text.
+        questions: questions, each asked in a separate prompt.
+        tokens: tokens of all prompts with their maximum outputs.
     """
 
     task: str
@@ -65,14 +65,14 @@ class Case:
 
 
 Make = Callable[[int], tuple[str, tuple[Question, ...]]]
-"""Characters of filler -> document and questions; always the same for the same number."""
+"""Characters of filler -> document and questions. Deterministic."""
 
 
 def fitted(task: str, length: int, sample: int, make: Make, count: Counter) -> Case:
-    """The case whose longest prompt with its output has `length` tokens, or a few less.
+    """Build the case whose longest prompt with its output has `length` tokens or slightly fewer.
 
     Raises:
-        BadRequest: the task needs more than that.
+        BadRequest: `length` is too short for the task.
     """
     chars, low, high, margin = PROBE, 0, 0, 0
     best: Case | None = None
@@ -87,8 +87,8 @@ def fitted(task: str, length: int, sample: int, make: Make, count: Counter) -> C
             high, margin = chars, length // (2 * SLACK)
         if 0 <= left <= length // SLACK:
             break
-        # Estimate from the characters per token so far, or bisect if that failed before. Texts grow
-        # by whole sentences: after one too many, aim a little lower.
+        # Estimate from the characters per token so far, or bisect if that has failed. Filler grows
+        # by whole sentences, so aim lower after a text that was too long.
         chars = max(0, chars + round((left - margin) * len(document) / max(1, body)))
         if chars < low or (high and chars >= high):
             chars = (low + (high or 2 * low)) // 2
@@ -101,12 +101,12 @@ def fitted(task: str, length: int, sample: int, make: Make, count: Counter) -> C
 
 
 def hide(filler: str, lines: Sequence[tuple[float, str]], borders: Sequence[str]) -> str:
-    """The filler with each line at its depth, behind the nearest border before it.
+    """Insert lines into a filler text, each after the last border before its depth.
 
     Args:
-        filler: text.
-        lines: (depth from 0 to 1, text with what ends it).
-        borders: what ends a line or a sentence of the filler.
+        filler: the text.
+        lines: pairs of depth (0 to 1) and text, terminator included.
+        borders: strings that end a line or a sentence of the filler.
     """
     pieces: list[str] = []
     done = 0
@@ -120,15 +120,15 @@ def hide(filler: str, lines: Sequence[tuple[float, str]], borders: Sequence[str]
 
 
 def library(chars: int, rng: random.Random) -> str:
-    """Filler out of the standard library's sources."""
-    return stretch(_library_text(), chars, rng)
+    """Filler from the standard library's sources."""
+    return excerpt(_library_text(), chars, rng)
 
 
-def stretch(text: str, chars: int, rng: random.Random) -> str:
-    """A stretch of a text from the start of a random line on; at its end it goes on at the start.
+def excerpt(text: str, chars: int, rng: random.Random) -> str:
+    """Take `chars` characters of a text from the start of a random line, wrapping at the end.
 
     Raises:
-        BadRequest: there is nothing to take from.
+        BadRequest: the text is empty.
     """
     if not text.strip():
         raise BadRequest("the text for the documents is empty", "Give other files")
@@ -140,20 +140,21 @@ def stretch(text: str, chars: int, rng: random.Random) -> str:
 
 
 def files_filler(paths: Sequence[Path]) -> Filler:
-    """Filler out of files and folders.
+    """Filler from files and folders.
 
     Raises:
-        BadRequest: a path that is not there, or no text in any.
+        BadRequest: a path does not exist, or none contains text.
     """
     text = "".join(read_texts(paths))
-    return lambda chars, rng: stretch(text, chars, rng)
+    return lambda chars, rng: excerpt(text, chars, rng)
 
 
 def read_texts(paths: Sequence[Path]) -> Iterator[str]:
-    """Texts of files, and of all files below folders in a fixed order; others than UTF-8 left out.
+    """Yield the texts of files, and of all files below folders, sorted. Skips files that are not
+    UTF-8.
 
     Raises:
-        BadRequest: a path that is not there, or none that holds text.
+        BadRequest: a path does not exist, or none contains text.
     """
     some = False
     for path in paths:
@@ -173,7 +174,7 @@ def read_texts(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def library_texts() -> Iterator[str]:
-    """The standard library's sources, file by file."""
+    """Yield the standard library's sources, file by file."""
     for _, lines in library_lines():
         yield "".join(line + "\n" for line in lines)
 

@@ -1,8 +1,8 @@
-"""Logits of the last positions of a prompt, by the engine's own steps.
+"""Logits of the last positions of a prompt, computed in the engine's own steps.
 
-`prompt_logprobs` would give them too, with a Python object for every token of the prompt. Here the
-prompt runs in the same chunks through the same runner, and only what is asked for leaves it: a
-million tokens cost their prefill and no more.
+`prompt_logprobs` would create Python objects for every token of the prompt. Here the prompt runs in
+the same chunks through the same runner, and only the last logits are read, so a prompt of a million
+tokens costs no more than its prefill.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cairn.runner.step import PageGrant, RowWork, StepPlan
 from cairn.types import SamplingParams
 
 ROW = 0
-"""Of the page table: free while no request runs."""
+"""Row of the page table to use, which is free while no request runs."""
 
 Take = Callable[[int, Tensor], object]
-"""Takes the logits [n, V] float32 of rows i, i + 1, ... on the device, in order."""
+"""Called with i and the logits [n, V] float32 of rows i, i + 1, ..., on the device, in order."""
 
 
 @torch.inference_mode()
@@ -36,18 +36,18 @@ def read_tail(
     take: Take,
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> None:
-    """Run a prompt and give the logits of its last positions.
+    """Run a prompt and pass the logits of its last positions to `take`.
 
     Args:
-        llm: an engine with nothing to do.
+        llm: an engine without running requests.
         ids: the prompt, user tokens.
-        rows: how many of its last positions; row i belongs to position len(ids) - rows + i.
+        rows: number of last positions; row i is position len(ids) - rows + i.
         take: called with every block of logits.
-        advance: called with the tokens of every step.
+        advance: called with the number of tokens of every step.
 
     Raises:
-        BadRequest: no such prompt, or fewer tokens than rows.
-        OutOfMemory: the pages do not hold it.
+        BadRequest: an invalid prompt, or one with fewer tokens than `rows`.
+        OutOfMemory: the page pool is too small.
     """
     engine = llm.engine
     core, runner, slots = engine.core, engine.runner, engine.slots
@@ -59,7 +59,7 @@ def read_tail(
     try:
         done = 0
         while done < len(ids):
-            # Cut chunks as the scheduler does; a landmark at the end may add one slot.
+            # Cut chunks as the scheduler does. A landmark at the end may add one slot.
             end = int(slots.tokens_in(slots.slots_for(done) + engine.config.chunked_prefill_size))
             end = min(max(end, done + 1), len(ids))
             grant = _grown(core.cache, lease, int(slots.pages_for(end)))
@@ -80,7 +80,7 @@ def read_tail(
 
 
 def _grown(cache: PageCache, lease: Lease, pages: int) -> PageGrant:
-    """Make the lease so many pages long; what a row is granted for it."""
+    """Extend the lease to `pages` pages. Returns the grant of the new pages."""
     before = len(lease.pages)
     if not cache.grow(lease, pages):
         raise OutOfMemory(
@@ -91,7 +91,7 @@ def _grown(cache: PageCache, lease: Lease, pages: int) -> PageGrant:
 
 
 def tail_logits(llm: LLM, ids: Sequence[int], rows: int) -> Tensor:
-    """What `read_tail` gives, [rows, V] float32 on the host."""
+    """The logits of `read_tail` as one tensor, [rows, V] float32 on the host."""
     parts: list[Tensor] = []
     read_tail(llm, ids, rows, lambda at, logits: parts.append(logits.float().cpu()))
     return torch.cat(parts)

@@ -4,10 +4,10 @@ Three tasks in two formats:
 
     single      one fact in a document
     multi       many keys in a document, one of them at every depth, several asked for
-    tracking    a chain of three links; its end stands at the depth, the others anywhere
+    tracking    a chain of three links; the last one is at the depth, the others anywhere
 
-`lines` is what the embedded model was trained to answer, see its card; `english` is for models that
-follow instructions, in the words of RULER (arXiv 2404.06654).
+The format `lines` is that of the embedded model's training data, see its model card. `english` is
+for models that follow instructions, and uses the wording of RULER (arXiv 2404.06654).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from cairn.eval.options import TASKS
 from cairn.eval.words import Names, prose
 
 SPOKEN_TOKENS = 48
-"""Room for a sentence around a number."""
+"""Maximum output tokens of an answer in English, enough for a sentence around a number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """Lines to hide and the question for them.
+    """Lines to hide and the question about them.
 
     Attributes:
-        lines: with what ends them; the last holds the answer.
-        question: follows the document.
+        lines: lines with their terminators; the last one contains the answer.
+        question: text after the document.
         lead: beginning of the answer.
-        answer: exact text.
+        answer: the expected text.
     """
 
     lines: tuple[str, ...]
@@ -49,13 +49,14 @@ class Needle:
 
 
 class Format(ABC):
-    """How needles are written and answers are read.
+    """How needles are written and outputs are scored.
 
     Attributes:
-        name: see FORMATS.
-        filler: what documents are made of.
-        borders: what ends a line or sentence of the filler: needles stand behind it.
-        head: in front of the document.
+        name: name in FORMATS.
+        filler: generates the text around the needles.
+        borders: strings that end a line or sentence of the filler, after which needles are
+            inserted.
+        head: text before the document.
     """
 
     name: ClassVar[str]
@@ -67,19 +68,19 @@ class Format(ABC):
 
     @abstractmethod
     def pairs(self, count: int, rng: random.Random) -> list[Needle]:
-        """So many needles of one line each, no key twice."""
+        """Generate `count` needles of one line each, with distinct keys."""
 
     @abstractmethod
     def chains(self, count: int, rng: random.Random) -> list[Needle]:
-        """So many needles of three lines each, no key twice."""
+        """Generate `count` needles of three lines each, with distinct keys."""
 
     @abstractmethod
     def max_tokens(self, answer: str, count: Counter) -> int:
-        """Tokens that an output needs."""
+        """Maximum output length in tokens for an answer."""
 
     @abstractmethod
     def right(self, output: str, answer: str) -> bool:
-        """Whether an output is this answer."""
+        """Whether an output is the expected answer."""
 
 
 class Lines(Format):
@@ -89,7 +90,7 @@ class Lines(Format):
     borders = ("\n",)
 
     def pairs(self, count: int, rng: random.Random) -> list[Needle]:
-        """Lines and sentences in turn, a random one first."""
+        """See Format. Lines and sentences alternate, starting with a random kind."""
         kinds = ("line", "sentence")
         first = rng.randrange(2)
         facts = make_facts(count, rng)
@@ -101,7 +102,7 @@ class Lines(Format):
         return found
 
     def chains(self, count: int, rng: random.Random) -> list[Needle]:
-        """Chains of three lines."""
+        """See Format."""
         chains = [fact for fact in make_facts(count, rng) if fact.kind == "chain"]
         return [
             Needle(tuple(line + "\n" for line in fact.lines), fact.question, "", fact.answer)
@@ -109,11 +110,11 @@ class Lines(Format):
         ]
 
     def max_tokens(self, answer: str, count: Counter) -> int:
-        """Those of the answer: nothing needs to follow it."""
+        """See Format. The output is the answer alone."""
         return max(1, count(answer))
 
     def right(self, output: str, answer: str) -> bool:
-        """Every character, and no letter or digit behind it."""
+        """Whether the output begins with the answer, not followed by a letter or digit."""
         return re.match(re.escape(answer) + r"(?!\w)", output) is not None
 
 
@@ -128,7 +129,7 @@ class English(Format):
     )
 
     def pairs(self, count: int, rng: random.Random) -> list[Needle]:
-        """Keys of two words, numbers of seven digits."""
+        """See Format. Keys have two words, numbers seven digits."""
         names = Names(rng)
         found = []
         for _ in range(count):
@@ -144,7 +145,8 @@ class English(Format):
         return found
 
     def chains(self, count: int, rng: random.Random) -> list[Needle]:
-        """Variables set to one another, the last of them to a number of seven digits."""
+        """See Format. Variables are assigned to one another, one of them to a seven-digit
+        number."""
         names = Names(rng)
         found = []
         for _ in range(count):
@@ -161,23 +163,24 @@ class English(Format):
         return found
 
     def max_tokens(self, answer: str, count: Counter) -> int:
-        """A sentence around the number."""
+        """See Format. Enough for a sentence around the number."""
         return SPOKEN_TOKENS
 
     def right(self, output: str, answer: str) -> bool:
-        """The first number of the output, thousands grouped or not."""
+        """Whether the output's first number is the answer; thousands separators are ignored."""
         found = re.search(r"\d[\d,]*", output)
         return found is not None and found[0].replace(",", "") == answer
 
 
 def choose_format(name: str, model: Path | str, filler: Filler | None) -> Format:
-    """The format by its name.
+    """Create a format.
 
     Args:
-        name: of FORMATS; "auto" is `lines` for a model whose card (README.md) shows such a
-            question and for a server of the embedded model, `english` for all others.
-        model: folder, or what a server calls its model.
-        filler: of documents; None: sources for `lines`, made-up prose for `english`.
+        name: name in FORMATS. "auto" is `lines` for a model whose README.md shows a question in
+            that format and for a server of the embedded model, else `english`.
+        model: folder, or the model's name on a server.
+        filler: generates the documents; None for source code (`lines`) or generated prose
+            (`english`).
     """
     if name == "auto":
         name = "lines" if _knows_lines(model) else "english"
@@ -193,17 +196,17 @@ def _knows_lines(model: Path | str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which documents.
+    """Tasks, lengths and depths of a needle evaluation.
 
     Attributes:
-        tasks: of TASKS.
-        lengths: tokens of a prompt with its output.
-        depths: shares of the document, 0 to 1.
-        samples: documents of a task at each length (of `single`: at each depth of it).
-        keys: hidden in a document of `multi`; one at each depth is asked for, the others distract.
-        seed: of everything.
+        tasks: names in TASKS.
+        lengths: tokens of prompt and output together.
+        depths: positions in the document, 0 to 1.
+        samples: documents per task and length; for `single`, also per depth.
+        keys: needles in a document of `multi`. One at each depth is asked for, the others distract.
+        seed: seed of the documents.
 
-    Raises BadRequest for an impossible grid.
+    Raises BadRequest for invalid values.
     """
 
     tasks: tuple[str, ...] = TASKS
@@ -223,7 +226,7 @@ class Grid:
 
 
 def cases(grid: Grid, form: Format, task: str, length: int, count: Counter) -> Iterator[Case]:
-    """The documents of one task at one length.
+    """Yield the documents of a task at a length.
 
     Raises:
         BadRequest: the length is too short for the task.
@@ -240,7 +243,7 @@ def cases(grid: Grid, form: Format, task: str, length: int, count: Counter) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """A document but for its length."""
+    """A document whose length is not yet fixed."""
 
     form: Format
     task: str
@@ -250,7 +253,7 @@ class _Recipe:
     count: Counter
 
     def make(self, chars: int) -> tuple[str, tuple[Question, ...]]:
-        """With so many characters of filler."""
+        """Build document and questions with `chars` characters of filler."""
         rng = random.Random(self.seed)
         form, depths = self.form, self.depths
         if self.task == "tracking":

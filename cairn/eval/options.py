@@ -1,4 +1,4 @@
-"""Names of tasks, formats and variants. Imports nothing heavy, because the command line uses it."""
+"""Names of tasks, formats and variants. Has no heavy imports, because the command line uses it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TASKS = ("single", "multi", "tracking")
-"""Of needles."""
+"""Tasks of `cairn eval needle`."""
 
 FORMATS = ("auto", "lines", "english")
-"""How needles are written."""
+"""Formats of needles."""
 
 RULER_TASKS = (
     "niah_single_1",
@@ -24,7 +24,7 @@ RULER_TASKS = (
     "cwe",
     "fwe",
 )
-"""Of RULER: all but its two of questions about other people's documents."""
+"""RULER's tasks, except the two question answering tasks, which need external data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Variant:
     """An engine configuration that must give the same answers.
 
     Attributes:
-        changes: keywords of LLM in place of those given.
-        warm: questions find their document in the prefix cache.
+        changes: keywords of LLM that differ.
+        warm: prefill the document before the questions, which then find it in the prefix cache.
     """
 
     changes: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ VARIANTS = {
     "base": Variant(),
     "warm": Variant(warm=True),
     "cold": Variant({"enable_prefix_caching": False}),
-    # A prime number, so that chunks end at every position within a page.
+    # A prime number, so that chunk borders fall on every position within a page.
     "odd-chunks": Variant({"chunked_prefill_size": 509}),
     "no-graphs": Variant({"disable_cuda_graph": True}),
     "fp8": Variant({"kv_cache_dtype": "fp8_e4m3"}),

@@ -1,7 +1,7 @@
-"""`cairn eval parity`: compares the engine's logits with those of another source.
+"""Runs `cairn eval parity`: compares the engine's logits with those of another source.
 
-The other source is the same model under other options of the engine, a file of logits, or a server
-that reports log-probabilities of a prompt.
+The other source is the same model with other engine options, a file of logits, or a server that
+returns log-probabilities of the prompt.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from torch import Tensor
 from cairn.bench.serve.client import Server, ServerAddress
 from cairn.bench.serve.load import run
 from cairn.errors import BadRequest, CairnError
-from cairn.eval.corpus import stretches, tokenizer_of
+from cairn.eval.corpus import excerpts, tokenizer_of
 from cairn.eval.logits import tail_logits
 from cairn.llm import LLM
 
 Record = dict[str, Any]
 
 TOP = 5
-"""Alternatives asked of a server: what OpenAI allows."""
+"""Number of alternatives to request from a server, OpenAI's maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParityPlan:
-    """What to compare.
+    """Settings of a comparison.
 
     Attributes:
-        model: folder.
+        model: model folder.
         options: keywords of LLM.
-        texts: files and folders; none: the standard library's sources.
-        length: tokens of a prompt.
-        last: positions at its end that are compared.
-        samples: prompts.
+        texts: files and folders; empty for the standard library's sources.
+        length: tokens per prompt.
+        last: number of last positions of each prompt to compare.
+        samples: number of prompts.
     """
 
     model: Path
@@ -52,14 +52,15 @@ class ParityPlan:
 
 
 def compare(want: Tensor, got: Tensor) -> Record:
-    """How far two sources are apart.
+    """Compare the logits of two sources.
 
     Args:
         want, got: [n, V] logits or log-probabilities.
 
     Returns:
-        rows; kl_mean and kl_max of KL(want || got) in nats; top1_agreement; the largest difference
-        of a log-probability, and the median over the rows of their largest.
+        A record with the number of rows, mean and maximum of KL(want || got) in nats, top-1
+        agreement, the largest difference of a log-probability, and the median over rows of each
+        row's largest difference.
     """
     kls, errors, same = [], [], 0
     for a, b in zip(want.split(64), got.split(64), strict=True):
@@ -79,10 +80,10 @@ def compare(want: Tensor, got: Tensor) -> Record:
 
 
 def against_options(plan: ParityPlan, changes: Mapping[str, Any]) -> Record:
-    """The engine against itself with some keywords of LLM changed, on the same text.
+    """Compare with the same engine after changing keywords of LLM.
 
     Raises:
-        CairnError: a model, an option or a text that does not do.
+        CairnError: an invalid model, option or text.
     """
     if not changes:
         raise BadRequest("nothing differs from this engine", "Give an option to change")
@@ -95,10 +96,10 @@ def against_options(plan: ParityPlan, changes: Mapping[str, Any]) -> Record:
 
 
 def against_file(plan: ParityPlan, path: Path) -> Record:
-    """The engine against a file of logits; see `load_reference`.
+    """Compare with a file of logits; see `load_reference`.
 
     Raises:
-        CairnError: a model, an option or a file that does not do.
+        CairnError: an invalid model, option or file.
     """
     ids, want = load_reference(path)
     with _engine(plan.model, plan.options) as llm:
@@ -112,10 +113,10 @@ def against_file(plan: ParityPlan, path: Path) -> Record:
 
 
 def save_reference(plan: ParityPlan, path: Path) -> Record:
-    """Write this engine's logits of the first prompt as a file that `load_reference` reads.
+    """Write the engine's logits of the first prompt to a file for `load_reference`.
 
     Raises:
-        CairnError: a model, an option or a text that does not do.
+        CairnError: an invalid model, option or text.
     """
     with _engine(plan.model, plan.options) as llm:
         ids = _prompts(plan, llm)[0]
@@ -126,13 +127,13 @@ def save_reference(plan: ParityPlan, path: Path) -> Record:
 
 
 def load_reference(path: Path) -> tuple[list[int], Tensor]:
-    """A prompt [n] and the logits [k, V] of its last k positions.
+    """Load a prompt [n] and the logits [k, V] of its last k positions.
 
     Args:
-        path: safetensors with `input_ids` and `logits` (or `logits_tail`).
+        path: safetensors file with `input_ids` and `logits` (or `logits_tail`).
 
     Raises:
-        BadRequest: no such file, or other tensors.
+        BadRequest: the file does not exist, or has other tensors.
     """
     try:
         tensors = load_file(path)
@@ -153,11 +154,11 @@ def load_reference(path: Path) -> tuple[list[int], Tensor]:
 def against_server(plan: ParityPlan, address: ServerAddress) -> Record:
     """Compare with a server whose /v1/completions supports echo with logprobs.
 
-    A server returns the few most likely tokens of a position. KL is over these and one bucket for
+    A server returns only the most likely tokens of a position. KL is over these and one bucket for
     the rest, a lower bound of the KL over the vocabulary. Tokens are matched by their text.
 
     Raises:
-        CairnError: unusable model, options or text; the server returns no log-probabilities.
+        CairnError: an invalid model, option or text, or a server without log-probabilities.
     """
     with _engine(plan.model, plan.options) as llm:
         prompts = _prompts(plan, llm)
@@ -181,8 +182,8 @@ def against_server(plan: ParityPlan, address: ServerAddress) -> Record:
 
 
 Position = tuple[float, dict[str, float]]
-"""Log-probabilities that a server returns for one position: of the actual token, and of the most
-likely ones by text."""
+"""Log-probabilities that a server returns for a position: that of the prompt's token, and those of
+the most likely tokens by text."""
 
 
 async def _ask(address: ServerAddress, prompts: Sequence[Sequence[int]]) -> list[list[Position]]:
@@ -192,7 +193,7 @@ async def _ask(address: ServerAddress, prompts: Sequence[Sequence[int]]) -> list
             body = {
                 "model": server.model,
                 "prompt": list(ids),
-                # Some servers do not take 0; the one that is generated is left out below.
+                # Some servers refuse 0. The generated token is dropped below.
                 "max_tokens": 1,
                 "temperature": 0,
                 "echo": True,
@@ -203,7 +204,7 @@ async def _ask(address: ServerAddress, prompts: Sequence[Sequence[int]]) -> list
 
 
 def _positions(answer: Any, count: int) -> list[Position]:
-    """The echoed prompt's positions but the first, which nothing predicts."""
+    """The positions of the echoed prompt, except the first, which has no log-probability."""
     try:
         found = answer["choices"][0]["logprobs"]
         pairs = list(zip(found["token_logprobs"], found["top_logprobs"], strict=True))[1:count]
@@ -224,11 +225,12 @@ def _beside(
     positions: Sequence[Position],
     names: Mapping[str, list[int]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """KL, largest difference of a log-probability, whether the likeliest agree: each [n]."""
+    """KL, largest difference of a log-probability, and top-1 agreement of each position: each
+    [n]."""
     kls, errors, same = [], [], []
     own = logits.double().log_softmax(-1)
     for row, token, (value, top) in zip(own, ids, positions[-len(ids) :], strict=True):
-        # If two ids decode to the same text, use the likelier one.
+        # If several ids decode to the same text, use the likeliest.
         known = {name: float(row[names[name]].max()) for name in top if name in names}
         theirs = torch.tensor([top[name] for name in known], dtype=torch.float64)
         ours = torch.tensor(list(known.values()), dtype=torch.float64)
@@ -240,7 +242,7 @@ def _beside(
 
 
 def _bucketed(want: Tensor, got: Tensor) -> float:
-    """KL over some tokens' log-probabilities and the rest as one."""
+    """KL over the given tokens and one bucket for all others."""
     rest_want = (1.0 - want.exp().sum()).clamp(min=1e-12)
     rest_got = (1.0 - got.exp().sum()).clamp(min=1e-12)
     rest = rest_want * (rest_want.log() - rest_got.log())
@@ -248,7 +250,8 @@ def _bucketed(want: Tensor, got: Tensor) -> float:
 
 
 def _names(llm: LLM) -> dict[str, list[int]]:
-    """Ids by the texts that servers call them by: what is no UTF-8 as OpenAI writes its bytes."""
+    """Token ids by the text that a server returns; incomplete UTF-8 is in OpenAI's `bytes:`
+    format."""
     tokenizer = tokenizer_of(llm)
     names: dict[str, list[int]] = {}
     for token in range(llm.spec.vocab_size):
@@ -265,7 +268,7 @@ def _prompts(plan: ParityPlan, llm: LLM) -> list[list[int]]:
     tokenizer = tokenizer_of(llm)
     if plan.last >= plan.length:
         raise BadRequest(f"{plan.last} positions of {plan.length} tokens", "Ask for fewer")
-    found = stretches(plan.texts, tokenizer, plan.length, plan.samples)
+    found = excerpts(plan.texts, tokenizer, plan.length, plan.samples)
     return [ids.tolist() for ids in found]
 
 

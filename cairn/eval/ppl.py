@@ -1,6 +1,6 @@
-"""`cairn eval ppl`: loss on the last tokens of a text, by length of the context.
+"""Runs `cairn eval ppl`: loss on the last tokens of a text, by context length.
 
-The same tokens are predicted at every length, so differences come from the context alone.
+The same tokens are predicted at every length, so differences are due to the context alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cairn.errors import BadRequest
-from cairn.eval.corpus import stretches, tokenizer_of
+from cairn.eval.corpus import excerpts, tokenizer_of
 from cairn.eval.logits import read_tail
 from cairn.eval.progress import Bar
 from cairn.llm import LLM
@@ -28,16 +28,15 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PplPlan:
-    """What to run.
+    """Settings of a perplexity evaluation.
 
     Attributes:
-        model: folder.
+        model: model folder.
         options: keywords of LLM.
-        texts: files and folders; none: the standard library's sources.
-        lengths: tokens of context and predicted tokens together; the shortest is what the others
-            are compared with.
-        last: tokens that are predicted.
-        samples: stretches of text.
+        texts: files and folders; empty for the standard library's sources.
+        lengths: tokens of context and predicted tokens together. The shortest is the baseline.
+        last: number of predicted tokens.
+        samples: number of excerpts.
 
     Raises BadRequest for a length that leaves no context.
     """
@@ -59,7 +58,7 @@ class PplPlan:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Of the last tokens of one stretch: their sum in nats, their number, and their bytes."""
+    """Loss on the last tokens of an excerpt: sum in nats, number of tokens, number of bytes."""
 
     nats: float
     tokens: int
@@ -67,21 +66,21 @@ class Loss:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte, which do not depend on the tokenizer."""
+        """Loss in bits per byte, which is comparable between tokenizers."""
         return self.nats / math.log(2) / self.bytes
 
 
 def run_ppl(plan: PplPlan, keep: Callable[[Record], object]) -> Iterator[Record]:
-    """Measure every length; gives each as a record when it is done, and `keep` it first.
+    """Measure every length. Yields a record for each, after a call of `keep` with it.
 
     Raises:
-        CairnError: a model, an option, a text or a length that does not do.
+        CairnError: an invalid model, option, text or length.
     """
     llm = LLM(plan.model, **plan.options)
     try:
         tokenizer = tokenizer_of(llm)
         lengths = sorted(plan.lengths)
-        texts = stretches(plan.texts, tokenizer, lengths[-1], plan.samples)
+        texts = excerpts(plan.texts, tokenizer, lengths[-1], plan.samples)
         first: list[Loss] = []
         for length in lengths:
             began = time.perf_counter()
@@ -116,13 +115,13 @@ def tail_nats(
     last: int,
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> float:
-    """Summed -ln p of the last tokens, each after all that stand before it.
+    """Sum of -ln p of the last tokens, each given all tokens before it.
 
     Args:
-        llm: an engine with nothing to do.
+        llm: an engine without running requests.
         ids: context and predicted tokens.
-        last: how many are predicted, fewer than there are.
-        advance: called with the tokens of every step.
+        last: number of predicted tokens, less than len(ids).
+        advance: called with the number of tokens of every step.
 
     Raises:
         CairnError: as `read_tail`.
@@ -140,10 +139,10 @@ def tail_nats(
 
 
 def summary(found: Sequence[Loss], first: Sequence[Loss]) -> Record:
-    """Of one length: the loss over all stretches, and beside that of the shortest.
+    """The loss of a length over all excerpts, compared with the shortest length.
 
-    `more_than_first` is relative, from the mean difference in bits per byte; `more_error` is its
-    standard error over the stretches, None for a single one.
+    `more_than_first` is the relative change of the mean bits per byte; `more_error` is its standard
+    error over the excerpts, None for a single one.
     """
     nats, tokens, size = (
         sum(loss.nats for loss in found),

@@ -1,4 +1,4 @@
-"""One bar on stderr for a list of documents, by tokens; it goes when they are done."""
+"""A progress bar on stderr, in tokens, which disappears at the end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 class Bar:
-    """Tokens done of all, and a note; nothing without a terminal. Use it as a context manager.
+    """A progress bar with a note, shown on a terminal only. A context manager.
 
     Args:
-        name: of the work.
-        total: tokens.
+        name: label of the bar.
+        total: total number of tokens.
     """
 
     def __init__(self, name: str, total: int) -> None:
@@ -52,6 +52,6 @@ class Bar:
             self._bars.stop()
 
     def advance(self, tokens: int, note: str = "") -> None:
-        """So many tokens more are done."""
+        """Advance the bar by `tokens`."""
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, advance=tokens, note=note)

@@ -15,8 +15,11 @@ Record = dict[str, Any]
 
 
 def needle_tables(records: Sequence[Record]) -> list[Table]:
-    """A table a task: by length the share that the first variant found at each depth. With several
-    variants another one: how each of them did, and how many answers were those of the first."""
+    """One table per task with the accuracy of the first variant by length and depth.
+
+    With several variants a second table compares their accuracy, and how many of their answers are
+    equal to those of the first.
+    """
     variants = list(dict.fromkeys(r["variant"] for r in records))
     tables = []
     for task in dict.fromkeys(r["task"] for r in records):
@@ -38,7 +41,7 @@ def needle_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def ruler_table(records: Sequence[Record]) -> Table:
-    """Scores of 100: a row a task, a column a length, the mean over the tasks below."""
+    """Scores from 0 to 100, one row per task, one column per length; the last row is the mean."""
     lengths = sorted({r["length"] for r in records})
     tasks = list(dict.fromkeys(r["task"] for r in records))
     scores = {(r["task"], r["length"]): r["score"] for r in records}
@@ -55,7 +58,7 @@ def ruler_table(records: Sequence[Record]) -> Table:
 
 
 def ppl_table(records: Sequence[Record]) -> Table:
-    """Loss by length, and how much more it is than at the shortest."""
+    """Loss by length, and its change from the shortest length."""
     table = _table(f"the last {records[0]['last']:,} tokens", "context")
     for name in ("bits per byte", "perplexity", f"more than at {short(records[0]['length'])}"):
         table.add_column(name, justify="right")
@@ -71,7 +74,7 @@ def ppl_table(records: Sequence[Record]) -> Table:
 
 
 def parity_table(record: Record) -> Table:
-    """The numbers of one comparison below each other."""
+    """The results of a comparison, one per row."""
     against = record["against"]
     if isinstance(against, dict):
         against = ", ".join(f"{name}={value}" for name, value in against.items())

@@ -1,9 +1,8 @@
-"""RULER's tasks that need no data from outside, from their description (Hsieh et al. 2024,
+"""RULER's tasks that need no external data, after their description (Hsieh et al. 2024,
 arXiv 2404.06654): retrieval, variable tracking, common words, frequent words.
 
-Texts are made up here (`cairn.eval.words` in place of essays), so scores are near those of other
-implementations but not the same numbers.
-"""
+Haystacks are generated (`cairn.eval.words` instead of essays), so scores are close to those of
+other implementations but not equal."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ Made = tuple[str, tuple[Question, ...]]
 
 BORDERS = (". ", "\n")
 OUTPUT_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50}
-"""Room for an answer by the paper's configuration; more where the answers take more."""
+"""Output tokens by task, as configured in the paper; raised for longer answers."""
 SPARE_TOKENS = 16
 
 HOPS, EXAMPLE_CHARS = 4, 450
 COMMON, COMMON_TIMES, OTHER_TIMES = 10, 30, 3
 EXAMPLE_TIMES, EXAMPLE_OTHERS = 3, 10
 ALPHA, ZETA = 2.0, 1.6449340668
-"""Exponent of the frequencies of coded words, and Riemann's zeta of it."""
+"""Exponent of the word frequencies of the task fwe, and Riemann's zeta function of it."""
 DOTS = "...."
 FREQUENT = 3
 
@@ -37,11 +36,11 @@ class Retrieval:
     """A needle-in-a-haystack task.
 
     Attributes:
-        haystack: "noise", "prose" or "needles" (nothing but distractors).
-        key, value: "words", "number" or "uuid".
-        keys: hidden, with one value each unless `values` says more.
-        values: of the key that is asked for.
-        queries: keys that are asked for.
+        haystack: "noise", "prose" or "needles" (distractors only).
+        key, value: kind of keys and values: "words", "number" or "uuid".
+        keys: number of hidden keys.
+        values: number of values of the key that is asked for; the others have one.
+        queries: number of keys that are asked for.
     """
 
     haystack: str = "prose"
@@ -65,17 +64,17 @@ RETRIEVAL = {
 
 
 def cases(task: str, length: int, samples: int, seed: int, count: Counter) -> Iterator[Case]:
-    """The prompts of a task at one length, one question each.
+    """Yield the prompts of a task at a length, one question each.
 
     Args:
-        task: of RULER_TASKS.
-        length: tokens of a prompt with its output.
+        task: name in RULER_TASKS.
+        length: tokens of prompt and output together.
         samples: number of prompts.
-        seed: of everything.
-        count: tokens of a text.
+        seed: seed of the prompts.
+        count: returns the number of tokens of a text.
 
     Raises:
-        BadRequest: no such task, or a length that is too short for it.
+        BadRequest: an unknown task, or a length that is too short for it.
     """
     for sample in range(samples):
         recipe = _Recipe(task, f"{seed}/{task}/{length}/{sample}", count)
@@ -83,14 +82,14 @@ def cases(task: str, length: int, samples: int, seed: int, count: Counter) -> It
 
 
 def recall(output: str, question: Question) -> float:
-    """The paper's score: share of the right answers that occur in the output, in any case."""
+    """The paper's score: the share of the right answers that the output contains, ignoring case."""
     text = output.lower()
     return sum(answer.lower() in text for answer in question.answers) / len(question.answers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """A prompt but for its length."""
+    """A prompt whose length is not yet fixed."""
 
     task: str
     seed: str
@@ -111,7 +110,7 @@ class _Recipe:
 
 
 Parts = tuple[str, str, str, tuple[str, ...]]
-"""Document, question, lead, answers."""
+"""(document, question, lead, answers)."""
 
 
 def _retrieval(spec: Retrieval, chars: int, rng: random.Random) -> Parts:
@@ -149,7 +148,7 @@ def _retrieval(spec: Retrieval, chars: int, rng: random.Random) -> Parts:
 
 
 def _tracking(chars: int, rng: random.Random) -> Parts:
-    """A chain of assignments in noise, in order; behind a solved short one."""
+    """A chain of assignments in noise, in order, after a short solved example."""
     names = Names(rng)
     head = "Memorize and track the chain of variable assignments hidden in the following text.\n\n"
     text, question, lead, found = _chain(names, EXAMPLE_CHARS, rng)
@@ -174,7 +173,8 @@ def _chain(names: Names, chars: int, rng: random.Random) -> Parts:
 
 
 def _common_words(chars: int, rng: random.Random) -> Parts:
-    """A numbered list in which ten words stand ten times as often; behind a solved short one."""
+    """A numbered list in which ten words are ten times as frequent, after a short solved
+    example."""
     names = Names(rng)
     head = (
         "Below is a numbered list of words. In these words, some appear more often than others. "
@@ -200,7 +200,7 @@ def _list(
 
 
 def _frequent_words(chars: int, rng: random.Random) -> Parts:
-    """Coded words whose frequencies fall with their rank's square; the first rank is dots."""
+    """Coded words with frequencies proportional to rank ** -ALPHA; dots have the first rank."""
     names = Names(rng)
     total = max(1, chars // 7)
     words: list[str] = []

@@ -1,4 +1,4 @@
-"""Questions asked and scored, and shares with their uncertainty."""
+"""Asks and scores questions, and computes confidence intervals."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from cairn.eval.progress import Bar
 from cairn.eval.subject import Answer, Subject
 
 Z = 1.959964
-"""Two-sided 95% of a normal distribution."""
+"""Two-sided 95% quantile of the normal distribution."""
 
 Score = Callable[[str, Question], float]
-"""(output, question) -> 0 to 1."""
+"""(output, question) -> score, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One question with its answer.
+    """A question with its answer and score.
 
     Attributes:
-        task, length, sample: of the case.
-        index: of the question in it.
-        question, answer: both whole.
+        task, length, sample: as in Case.
+        index: index of the question in its case.
+        question, answer: the question and the subject's answer.
         score: 0 to 1.
     """
 
@@ -38,10 +38,10 @@ class Scored:
 
 
 def ask_all(subject: Subject, cases: Sequence[Case], score: Score, name: str) -> list[Scored]:
-    """Ask every question of every case under a progress bar; in the order of the cases.
+    """Ask every question of every case, with a progress bar. Results are in the order of `cases`.
 
     Raises:
-        CairnError: a question that could not be answered.
+        CairnError: the subject failed to answer a question.
     """
     answers: dict[int, list[Answer]] = {}
     right = asked = 0.0
@@ -66,9 +66,9 @@ def ask_all(subject: Subject, cases: Sequence[Case], score: Score, name: str) ->
 
 
 def wilson(right: float, asked: int) -> tuple[float, float]:
-    """95% interval of a share of `right` in `asked`, 0 to 1 (Wilson 1927).
+    """The 95% confidence interval of the proportion `right / asked` (Wilson 1927).
 
-    Unlike the normal approximation it keeps its meaning where all or none are right.
+    Unlike the normal approximation it is meaningful if all or none are right.
     """
     if asked == 0:
         return 0.0, 1.0
@@ -79,7 +79,7 @@ def wilson(right: float, asked: int) -> tuple[float, float]:
 
 
 def cached_share(found: Sequence[Scored]) -> float | None:
-    """Share of the prompts' tokens that came from the prefix cache; None where nobody said."""
+    """Share of prompt tokens read from the prefix cache; None if it was not reported."""
     known = [s.answer for s in found if s.answer.cached_tokens is not None]
     total = sum(answer.prompt_tokens for answer in known)
     return round(sum(a.cached_tokens or 0 for a in known) / total, 4) if total else None

@@ -1,4 +1,7 @@
-"""What is evaluated: an engine in this process or an OpenAI-compatible server. Greedy decoding."""
+"""Subjects of an evaluation: an engine in this process or an OpenAI-compatible server.
+
+All outputs are decoded greedily.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,13 @@ from cairn.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How to ask.
+class AskMode:
+    """How questions are asked.
 
     Attributes:
-        chat: as a user's message, through the model's chat template, without the answer's lead.
-        warm: the document is read once before the first question, so that every question finds it
-            in the prefix cache.
+        chat: as a user message through the chat template, without the lead of the answer.
+        warm: prefill the document before the first question, so that every question finds it in the
+            prefix cache.
     """
 
     chat: bool = False
@@ -34,12 +37,13 @@ class Manner:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back.
+    """An output of the subject.
 
     Attributes:
         text: the output.
-        prompt_tokens: of the prompt.
-        cached_tokens: of those, from the prefix cache; None where a server does not say.
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: prompt tokens read from the prefix cache; None if a server does not report
+            it.
     """
 
     text: str
@@ -48,65 +52,65 @@ class Answer:
 
 
 Done = Callable[[Case, list[Answer]], None]
-"""Takes the answers to a case's questions, in their order."""
+"""Called with a case and the answers to its questions, in order."""
 
 
 class Subject(ABC):
-    """Someone who can be asked.
+    """Base class: answers questions.
 
     Attributes:
-        model: folder, or what the server calls it.
-        manner: how it is asked.
+        model: folder, or the model's name on the server.
+        mode: how questions are asked.
     """
 
     model: Path | str
-    manner: Manner
+    mode: AskMode
 
     @property
     def name(self) -> str:
-        """Of the model, without the folders before it."""
+        """Name of the model, without parent folders."""
         return Path(self.model).name
 
     @abstractmethod
     def count(self, text: str) -> int:
-        """Tokens of a text inside a prompt."""
+        """Number of tokens of a text within a prompt."""
 
     @abstractmethod
     def check(self, length: int) -> None:
-        """Raise BadRequest for a length that is known to be too long."""
+        """Raise BadRequest if `length` tokens are known to exceed the context."""
 
     @abstractmethod
     def ask(self, cases: Sequence[Case], done: Done) -> None:
-        """Ask every question of every case; `done` is called as cases are answered.
+        """Ask every question of every case. Calls `done` for each case.
 
         Raises:
-            CairnError: a question that could not be answered.
+            CairnError: a question could not be answered.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
 
 class Engine(Subject):
-    """The engine in this process. A case's questions are asked together, one case at a time.
+    """An engine in this process. It runs one case at a time, all of its questions in one batch.
 
     Args:
-        model: folder.
+        model: model folder.
         options: keywords of LLM.
-        manner: how to ask.
+        mode: how questions are asked.
 
     Raises:
-        BadConfig: the manner asks for a prefix cache that the options turn off.
+        BadConfig: `mode` needs a prefix cache, which the options disable.
         BadRequest: the model has no tokenizer.
     """
 
-    def __init__(self, model: Path, options: Mapping[str, Any], manner: Manner) -> None:
+    def __init__(self, model: Path, options: Mapping[str, Any], mode: AskMode) -> None:
         from cairn.llm import LLM
 
-        if manner.warm and not options.get("enable_prefix_caching", True):
+        if mode.warm and not options.get("enable_prefix_caching", True):
             raise BadConfig("a warm prefix cache was asked for, and none at all", "Drop one option")
-        self.model, self.manner = model, manner
+        self.model, self.mode = model, mode
         self._llm = LLM(model, **options)
         tokenizer = self._llm.engine.core.tokenizer
         if tokenizer is None:
@@ -130,9 +134,9 @@ class Engine(Subject):
     def ask(self, cases: Sequence[Case], done: Done) -> None:
         """See Subject."""
         for case in cases:
-            if self.manner.warm:
+            if self.mode.warm:
                 self._generate([case.document], [1])
-            prompts = [_prompt(case, question, self.manner) for question in case.questions]
+            prompts = [_prompt(case, question, self.mode) for question in case.questions]
             done(case, self._generate(prompts, [q.max_tokens for q in case.questions]))
 
     def close(self) -> None:
@@ -141,7 +145,7 @@ class Engine(Subject):
 
     def _generate(self, prompts: Sequence[str], tokens: Sequence[int]) -> list[Answer]:
         params = [SamplingParams(temperature=0.0, max_tokens=count) for count in tokens]
-        if self.manner.chat:
+        if self.mode.chat:
             talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
             results = self._llm.chat(talks, params, use_tqdm=False)
         else:
@@ -155,22 +159,22 @@ class Engine(Subject):
 
 
 class Remote(Subject):
-    """A server. Cases are asked side by side, the questions of one case after each other.
+    """A server. Cases run concurrently, the questions of a case in sequence.
 
     Args:
-        address: where and which model.
-        tokenizer: folder that counts tokens; None: the server does.
-        manner: how to ask.
-        at_once: cases in flight.
+        address: URL and model.
+        tokenizer: folder of the tokenizer that counts tokens; None lets the server count.
+        mode: how questions are asked.
+        at_once: maximum number of concurrent cases.
 
     Raises:
-        BadConfig: no server, or no way to tell lengths.
+        BadConfig: the server does not respond, or cannot count tokens.
     """
 
     def __init__(
-        self, address: ServerAddress, tokenizer: Path | None, manner: Manner, at_once: int
+        self, address: ServerAddress, tokenizer: Path | None, mode: AskMode, at_once: int
     ) -> None:
-        self.manner = manner
+        self.mode = mode
         self._server = Server(address)
         self._at_once = at_once
         self._loop = asyncio.Runner()
@@ -186,7 +190,7 @@ class Remote(Subject):
         return self._loop.run(self._measure(text))
 
     def check(self, length: int) -> None:
-        """See Subject: a server refuses what is too long when it is asked."""
+        """See Subject. The server itself refuses prompts that are too long."""
 
     def ask(self, cases: Sequence[Case], done: Done) -> None:
         """See Subject."""
@@ -207,11 +211,11 @@ class Remote(Subject):
     async def _ask_all(self, cases: Iterator[Case], done: Done) -> None:
         async def work() -> None:
             for case in cases:
-                if self.manner.warm:
+                if self.mode.warm:
                     await self._ask(case.document, 1)
                 answers = []
                 for question in case.questions:
-                    prompt = _prompt(case, question, self.manner)
+                    prompt = _prompt(case, question, self.mode)
                     answers.append(await self._ask(prompt, question.max_tokens))
                 done(case, answers)
 
@@ -223,11 +227,11 @@ class Remote(Subject):
                 worker.cancel()
 
     async def _ask(self, prompt: str, tokens: int) -> Answer:
-        request = Request(prompt, 0, tokens, chat=self.manner.chat, stream=False)
+        request = Request(prompt, 0, tokens, chat=self.mode.chat, stream=False)
         found = await self._server.post(request.path, request.body(self._server.model))
         try:
             choice, usage = found["choices"][0], found.get("usage") or {}
-            text = choice["message"]["content"] if self.manner.chat else choice["text"]
+            text = choice["message"]["content"] if self.mode.chat else choice["text"]
             details = usage.get("prompt_tokens_details") or {}
             return Answer(text or "", usage.get("prompt_tokens", 0), details.get("cached_tokens"))
         except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -236,15 +240,16 @@ class Remote(Subject):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where subjects come from: a folder with options of the engine, or a server.
+    """Settings from which subjects are created: a model folder with engine options, or a server.
 
     Attributes:
-        model: folder; unused with an address.
+        model: model folder; unused with an address.
         options: keywords of LLM.
-        address: of a server; None: this process.
-        tokenizer: folder that counts a server's tokens; None: it does.
-        at_once: cases in flight on a server.
-        chat: ask in chat form.
+        address: the server; None for an engine in this process.
+        tokenizer: folder of the tokenizer that counts a server's tokens; None lets the server
+            count.
+        at_once: maximum number of concurrent cases on a server.
+        chat: ask through the chat template.
     """
 
     model: Path
@@ -258,33 +263,33 @@ class Source:
     def open(
         self, changes: Mapping[str, Any] | None = None, warm: bool = False
     ) -> Iterator[Subject]:
-        """A subject, closed at the end.
+        """Context manager: a subject, which is closed at exit.
 
         Args:
-            changes: keywords of LLM in place of the options.
-            warm: see Manner.
+            changes: keywords of LLM that replace those of `options`.
+            warm: see AskMode.
 
         Raises:
-            BadConfig: options of the engine for a server.
+            BadConfig: engine options were given for a server.
             CairnError: as Engine and Remote.
         """
-        manner = Manner(self.chat, warm)
+        mode = AskMode(self.chat, warm)
         options = {**self.options, **(changes or {})}
         subject: Subject
         if self.address is None:
-            subject = Engine(self.model, options, manner)
+            subject = Engine(self.model, options, mode)
         elif options:
             raise BadConfig(
                 f"{', '.join(options)} cannot be set on a running server",
                 "Start it with these options, or leave --base-url out",
             )
         else:
-            subject = Remote(self.address, self.tokenizer, manner, self.at_once)
+            subject = Remote(self.address, self.tokenizer, mode, self.at_once)
         try:
             yield subject
         finally:
             subject.close()
 
 
-def _prompt(case: Case, question: Question, manner: Manner) -> str:
-    return case.document + question.text + ("" if manner.chat else question.lead)
+def _prompt(case: Case, question: Question, mode: AskMode) -> str:
+    return case.document + question.text + ("" if mode.chat else question.lead)

@@ -1,4 +1,4 @@
-"""English words, sentences and names made up by a seed: text that needs no data from outside."""
+"""Generates English words, sentences and names from a seed, without external data."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ OPENERS = (
 ).split(", ")
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-"""The filler of the passkey task (Mohtashami and Jaggi 2023), over and over."""
+"""The filler of the passkey task (Mohtashami and Jaggi 2023), which is repeated."""
 
 SENTENCES_PER_PARAGRAPH = 6
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 
 
 def sentence(rng: random.Random) -> str:
-    """One plain English sentence, its full stop included."""
+    """An English sentence with its full stop."""
     choice = rng.choice
     place = f"{choice(ADJECTIVES)} {choice(NOUNS)}"
     core = f"{choice(PEOPLE)} {choice(DEEDS)} the {place}"
@@ -91,7 +91,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def prose(chars: int, rng: random.Random) -> str:
-    """Paragraphs of sentences, at most `chars` characters and never half a sentence."""
+    """Paragraphs of whole sentences, at most `chars` characters."""
     parts: list[str] = []
     length = 0
     while True:
@@ -104,20 +104,20 @@ def prose(chars: int, rng: random.Random) -> str:
 
 
 def noise(chars: int, rng: random.Random) -> str:
-    """The same five sentences over and over, at most `chars` characters."""
+    """The five sentences of NOISE repeated, at most `chars` characters."""
     return NOISE * (chars // len(NOISE))
 
 
 def pseudo_word(rng: random.Random) -> str:
-    """A pronounceable word of three syllables that no language has."""
+    """A pronounceable invented word of three syllables."""
     return "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(3))
 
 
 class Names:
-    """Draws names and numbers, none of them twice.
+    """Draws distinct names and numbers.
 
     Args:
-        rng: decides.
+        rng: random generator.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -125,31 +125,31 @@ class Names:
         self._used: set[str] = set()
 
     def key(self) -> str:
-        """Two words: brave-harbor; three when the pairs run out."""
+        """A key of two words, such as brave-harbor; of three when all pairs are used."""
         choice = self._rng.choice
         plenty = len(ADJECTIVES) * len(NOUNS) // 2
         middle = f"-{choice(NOUNS)}" if len(self._used) > plenty else ""
         return self._new(lambda: f"{choice(ADJECTIVES)}{middle}-{choice(NOUNS)}")
 
     def number(self, digits: int = 7) -> str:
-        """Decimal digits, the first not 0."""
+        """A number of `digits` decimal digits, the first not 0."""
         return self._new(lambda: str(self._rng.randrange(10 ** (digits - 1), 10**digits)))
 
     def uuid(self) -> str:
-        """A random 128-bit number as a UUID is written."""
+        """A random UUID."""
         return self._new(lambda: _uuid(self._rng))
 
     def variable(self) -> str:
-        """Five capital letters."""
+        """A variable name of five capital letters."""
         return self._new(lambda: "".join(self._rng.choices(string.ascii_uppercase, k=5)))
 
     def word(self) -> str:
-        """A common noun; when they run out, a word that no language has."""
+        """A common noun; an invented word when all nouns are used."""
         nouns = [noun for noun in NOUNS if noun not in self._used]
         return self._new(lambda: self._rng.choice(nouns) if nouns else pseudo_word(self._rng))
 
     def code(self) -> str:
-        """A word that no language has."""
+        """An invented word."""
         return self._new(lambda: pseudo_word(self._rng))
 
     def _new(self, draw: Callable[[], str]) -> str:

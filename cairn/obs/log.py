@@ -1,6 +1,6 @@
-"""Log lines: standard logging, one line per record, on stderr.
+"""Sets up logging to stderr, one line per record.
 
-CAIRN_LOG chooses the level, CAIRN_LOG_FORMAT the form (text or json).
+CAIRN_LOG sets the level, CAIRN_LOG_FORMAT the format (text or json).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""The HTTP request that the current task serves; every record made meanwhile carries it."""
+"""Id of the HTTP request that the current task serves, which all of its log records contain."""
 
 
 class _StderrHandler(logging.Handler):
@@ -44,7 +44,7 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line. What a call passes as `extra={"fields": {...}}` becomes keys of it."""
+    """One JSON object per line. `extra={"fields": {...}}` of a log call adds keys to it."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
@@ -62,16 +62,16 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure(level: str | None = None, also: tuple[str, ...] = ()) -> None:
-    """Set up the `cairn` logger. Calling it again only changes the level and the form.
+    """Set up the `cairn` logger. A second call only changes the level and the format.
+
+    The format is read from CAIRN_LOG_FORMAT, "text" or "json", which child processes inherit.
 
     Args:
         level: "debug", "info", "warning" or "error"; None takes CAIRN_LOG, or "warning".
-        also: loggers of libraries whose warnings go the same way.
-
-    The form is that of CAIRN_LOG_FORMAT, "text" or "json": processes started by this one follow.
+        also: names of library loggers whose warnings are logged in the same way.
 
     Raises:
-        BadConfig: an unknown level or form.
+        BadConfig: an unknown level or format.
     """
     name = (level or os.environ.get(ENVIRONMENT_VARIABLE) or "warning").lower()
     if name not in LEVELS:

@@ -1,7 +1,7 @@
-"""Prometheus metrics, named `cairn:` and then as serving engines name them.
+"""Prometheus metrics, with vLLM's names after the prefix `cairn:`.
 
-What the engine counts is read from its last heartbeat when somebody asks; what a client sees
-(first token, pace, end) is observed where the answers leave the server.
+Counters of the engine are read from its last heartbeat at each scrape. Latencies (first token, time
+per token, whole request) are measured where responses leave the server.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ TOKEN_SECONDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5),
     *(0.75, 1.0, 2.5, 10.0),
 )
-"""Bucket bounds of the time of one token."""
+"""Histogram bounds of the time per token, in seconds."""
 REQUEST_SECONDS = (
     *(0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-"""Bucket bounds of the times of a whole request."""
+"""Histogram bounds of the times of a request, in seconds."""
 
 GAUGES = {
     "num_requests_running": ("running", "Continuations that run."),
@@ -50,7 +50,7 @@ GAUGES = {
     "leaked_pages": ("pages_leaked", "Pages that nobody owns; anything but 0 is a bug."),
     "step_age_seconds": ("step_age", "Seconds since the engine's step in flight began."),
 }
-"""Metric -> (key of the engine's totals, help)."""
+"""Name of a gauge -> (key of the engine's totals, help text)."""
 
 COUNTERS = {
     "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
@@ -83,7 +83,7 @@ COUNTERS = {
     "frame_misses": ("frame_misses", "Those that were fetched from host memory."),
     "frame_bytes": ("frame_bytes", "Bytes that were fetched."),
 }
-"""Metric (without _total) -> (key of the engine's totals, help)."""
+"""Name of a counter, without _total -> (key of the engine's totals, help text)."""
 
 BY_REASON = {
     "kv_load_failures": (
@@ -110,15 +110,15 @@ SHARES: dict[str, tuple[Callable[[Mapping[str, float]], float], str]] = {
         "Mean over all landmark queries.",
     ),
 }
-"""Metric -> (made of the engine's totals, help)."""
+"""Name of a gauge -> (function of the engine's totals, help text)."""
 
 
 class EngineView(NamedTuple):
-    """What a scrape sees of an engine.
+    """Values of an engine at a scrape.
 
     Attributes:
-        totals: by name, with `step_age` beside them; empty while it does not serve.
-        phases: start-up seconds by phase.
+        totals: totals by name, and `step_age`; empty while the engine does not serve.
+        phases: seconds of each phase of the start-up.
     """
 
     totals: Mapping[str, Any]
@@ -126,7 +126,7 @@ class EngineView(NamedTuple):
 
 
 EngineViews = Callable[[], Sequence[EngineView]]
-"""Of every replica."""
+"""Returns the values of every replica."""
 
 
 class RequestTiming(Protocol):
@@ -139,26 +139,26 @@ class RequestTiming(Protocol):
 
     @property
     def prefill(self) -> float:
-        """From there to its first token."""
+        """From its first step to its first token."""
         ...
 
     @property
     def decode(self) -> float:
-        """From there to its last token."""
+        """From its first token to its last."""
         ...
 
 
 class Progress(Protocol):
-    """What is read of `cairn.engine.messages.Delta`."""
+    """The fields of `cairn.engine.messages.Delta` that metrics read."""
 
     @property
     def id(self) -> str:
-        """The request."""
+        """Id of the request."""
         ...
 
     @property
     def index(self) -> int:
-        """Which continuation of it."""
+        """Index of the output."""
         ...
 
     @property
@@ -168,21 +168,21 @@ class Progress(Protocol):
 
     @property
     def finish_reason(self) -> str | None:
-        """Set on the last one."""
+        """Set in the last delta."""
         ...
 
     @property
     def timing(self) -> RequestTiming | None:
-        """Set on the last one."""
+        """Set in the last delta."""
         ...
 
 
 class Metrics:
-    """All metrics of one server, in a registry of its own.
+    """All metrics of a server, in a separate registry.
 
     Args:
-        model_name: the label of every metric.
-        engines: read at every scrape.
+        model_name: value of the label `model_name`.
+        engines: called at every scrape.
     """
 
     def __init__(self, model_name: str, engines: EngineViews) -> None:
@@ -222,30 +222,30 @@ class Metrics:
         self._http = counter("http_requests", "Answers.", "endpoint", "method", "status")
 
     def track(self, endpoint: str) -> Track:
-        """Begin to observe one HTTP request, at its arrival."""
+        """Start to measure an HTTP request, at its arrival."""
         return Track(self, endpoint)
 
     def finished(self, reason: str) -> None:
-        """Count an output that ended."""
+        """Count a finished output."""
         self._finished.labels(self.model_name, reason).inc()
 
     def aborted(self, endpoint: str) -> None:
-        """Count a request whose client went away before its end."""
+        """Count a request whose client has disconnected."""
         self._aborts.labels(self.model_name, endpoint).inc()
 
     def answered(self, endpoint: str, method: str, status: int) -> None:
-        """Count an HTTP answer. `endpoint` is a route's path, so that there are only few."""
+        """Count an HTTP response. `endpoint` is the path pattern of a route."""
         self._http.labels(self.model_name, endpoint, method, str(status)).inc()
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class Track:
-    """Metrics of one HTTP request: TTFT, time per token, outcome. Also a context manager.
+    """Measures one HTTP request: TTFT, time per token, outcome. A context manager.
 
-    A request that was not ended by the end of the context counts as aborted.
+    A request that has not ended at exit counts as aborted, or as an error after an exception.
     """
 
     def __init__(self, metrics: Metrics, endpoint: str) -> None:
@@ -256,7 +256,7 @@ class Track:
         self._ended = False
 
     def delta(self, delta: Progress) -> None:
-        """Observe what a step added to one continuation."""
+        """Record new tokens of an output."""
         metrics, now = self._metrics, time.perf_counter()
         if delta.token_ids:
             key = (delta.id, delta.index)
@@ -276,10 +276,10 @@ class Track:
                 metrics.decode_time.observe(delta.timing.decode)
 
     def end(self, reason: str = "done") -> None:
-        """The request is over; only the first call counts.
+        """End the request. Further calls have no effect.
 
         Args:
-            reason: "done" (its time is observed), "abort" (its client went away) or "error".
+            reason: "done" (its time is recorded), "abort" (client disconnected) or "error".
         """
         if self._ended:
             return
@@ -298,20 +298,19 @@ class Track:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # CancelledError (the client disconnected) is no Exception subclass; a failure is.
+        # CancelledError (the client has disconnected) is not a subclass of Exception.
         self.end("error" if isinstance(error, Exception) else "abort")
 
 
 class _EngineCollector(Collector):
-    """Collector: totals of the engines as metrics with the label `replica`, built at every
-    scrape."""
+    """Builds the metrics of the engines' totals at every scrape, with the label `replica`."""
 
     def __init__(self, model_name: str, engines: EngineViews) -> None:
         self._model_name = model_name
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry."""
+        """Yield all metrics; called by the registry."""
         engines = self._engines()
         seconds = self._gauge("startup_seconds", "Start-up time.", "phase")
         up = self._gauge("replica_up", "1: the replica serves.")

@@ -1,4 +1,4 @@
-"""A progress bar for long work: prompt tokens read, then tokens generated, with their rates."""
+"""Progress bars of generation: prompt tokens and generated tokens with their rates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Two bars on stderr, off when stderr is not a terminal. Use it as a context manager.
+    """Two progress bars on stderr, if it is a terminal. A context manager.
 
     Args:
-        total_prompt_tokens: prompt tokens of all requests, user tokens.
-        enabled: False shows nothing.
-        total_generated_tokens: most tokens that can be generated; None when no limit is known.
+        total_prompt_tokens: prompt tokens of all requests, in user tokens.
+        enabled: False disables the bars.
+        total_generated_tokens: upper bound of generated tokens, None if unknown.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Progress:
         """Update the bars; None leaves a value unchanged.
 
         Args:
-            prefilled: prompt tokens done so far, those from the prefix cache included.
+            prefilled: prompt tokens computed or read from the prefix cache so far.
             generated: tokens generated so far.
             running: requests in the running batch.
             waiting: requests in the queue.

@@ -1,4 +1,4 @@
-"""Trace spans through OpenTelemetry, when the operator asks for them."""
+"""Optional trace spans through OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROCESS_PROVIDER = "otel"
 
 
 class Span:
-    """Attributes of a request's span, by OpenTelemetry's names."""
+    """A request's span, with attributes under OpenTelemetry's names."""
 
     def __init__(self) -> None:
         self.attributes: dict[str, Attribute] = {}
@@ -26,12 +26,12 @@ class Span:
 
 
 class Tracer:
-    """Makes spans.
+    """Creates spans.
 
     Args:
-        target: None makes none; "otel" hands them to the OpenTelemetry provider of the process
-            (as `opentelemetry-instrument` sets it up); anything else is a file that gets one JSON
-            object a line.
+        target: "otel" for the OpenTelemetry provider of the process (as set up by
+            `opentelemetry-instrument`), None to disable spans, or the name of a file that gets one
+            JSON object per line.
 
     Raises:
         BadConfig: OpenTelemetry is not installed, or the file cannot be written.
@@ -56,11 +56,11 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, headers: Mapping[str, str]) -> Iterator[Span]:
-        """A span around the server's work on one request.
+        """Context manager: a span of one request.
 
         Args:
-            name: of the span.
-            headers: of the request; a `traceparent` among them is the span's parent.
+            name: name of the span.
+            headers: headers of the request. `traceparent` names the parent span.
         """
         gathered = Span()
         if self._tracer is None:

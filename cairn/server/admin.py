@@ -1,6 +1,6 @@
-"""The operator's routes, on a port of their own that only this machine reaches.
+"""The admin routes, on a separate port that listens on loopback.
 
-Of replicas an answer is an object with that of each, by its number.
+With replicas, a response maps each replica's index to its result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ProfileRequest(Fields):
 
     Attributes:
         steps: forward passes to record.
-        seconds: the recording ends after this time, whatever has run.
+        seconds: time limit of the recording.
     """
 
     steps: int = 10
@@ -32,21 +32,21 @@ class ProfileRequest(Fields):
 
 
 async def flush_cache(request: Request) -> Response:
-    """POST /admin/flush_cache: forget every cached prefix that nothing uses."""
+    """POST /admin/flush_cache: drop every cached prefix that no request uses."""
     _refuse_browsers(request)
     return await _asked(request, "flush_cache")
 
 
 async def cache(request: Request) -> Response:
-    """GET /admin/cache: the ledger of pages; `problems` is empty when each is in one hand."""
+    """GET /admin/cache: owners of all pages. `problems` lists pages with no owner or with two."""
     return await _asked(request, "cache")
 
 
 async def profile(request: Request) -> Response:
-    """POST /admin/profile: where the next steps spend their time.
+    """POST /admin/profile: profile the next steps.
 
-    Answers when they have run: a table of the ops that took longest, and `trace`, a gzipped
-    Chrome trace in base64.
+    The response comes when they have run: a table of the slowest ops, and `trace`, a gzipped Chrome
+    trace in base64.
     """
     _refuse_browsers(request)
     body = await request.body()
@@ -58,7 +58,7 @@ async def profile(request: Request) -> Response:
 
 
 def create_admin_app(state: ServerState) -> Starlette:
-    """The admin routes as an app; `middleware.wrap` goes around it like around the API's."""
+    """The admin routes as an application, to be wrapped by `middleware.wrap` like the API."""
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
     app.state.server = state
@@ -66,14 +66,14 @@ def create_admin_app(state: ServerState) -> Starlette:
 
 
 async def _asked(request: Request, method: str, **arguments: Any) -> Response:
-    """The engine's answer, with bytes in base64."""
+    """Call a method of the engine and return its result as JSON, bytes in base64."""
     state: ServerState = request.app.state.server
     found = await state.client.call(method, **arguments)
     return Response(msgspec.json.encode(found), media_type="application/json")
 
 
 def _refuse_browsers(request: Request) -> None:
-    """Requests with an Origin header are refused: no web page may use the admin routes."""
+    """Refuse requests with an Origin header, so that no web page can use the admin routes."""
     if "origin" in request.headers:
         raise HTTPException(403, "admin routes do not answer pages in a browser")
 

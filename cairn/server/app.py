@@ -1,4 +1,4 @@
-"""The API's routes and handlers put together; this imports no torch."""
+"""The ASGI application of the API. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cairn.server import (
     tokenization,
 )
 from cairn.server.errors import HANDLERS
-from cairn.server.hosts import HostCheck
+from cairn.server.host_header import HostCheck
 from cairn.server.middleware import ANY_HOST, wrap
 from cairn.server.state import ServerState
 
@@ -36,7 +36,12 @@ routes: list[Route] = [
 
 
 def create_app(state: ServerState, hosts: HostCheck = ANY_HOST) -> ASGIApp:
-    """The whole API as one ASGI application; all handlers share `state`."""
+    """The API with its middleware as one ASGI application.
+
+    Args:
+        state: shared by all handlers.
+        hosts: check of the Host header.
+    """
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.router.redirect_slashes = False
     app.state.server = state

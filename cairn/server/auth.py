@@ -1,4 +1,4 @@
-"""API keys: required by every route except the two for load balancers' health checks."""
+"""API keys: required by every route except /health and /ready."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from starlette.exceptions import HTTPException
 from cairn.server import page
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Routes without a key: /health and /ready."""
+"""Routes that need no API key, because load balancers call them."""
 PAGE_PATHS = frozenset(route.path for route in page.routes)
-"""The page and its files. A browser cannot send a bearer key with an address: for these routes it
-prompts for user and password, and the password is the key."""
+"""The chat page and its files. A browser that opens a URL sends no bearer token, so these routes
+ask for Basic authentication, with the API key as password."""
 
 
 def check_key(path: str, headers: Headers, keys: Sequence[str]) -> None:
-    """Accept or refuse a request.
+    """Check the API key of a request.
 
-    Every configured key is compared, each in constant time: how long it takes tells neither how
-    much of a key was right nor which one.
+    All configured keys are compared, each in constant time, so that the response time reveals
+    nothing about them.
 
     Args:
-        path: of the request.
-        headers: of the request; the key stands in `Authorization: Bearer KEY`, or is the password
-            of `Authorization: Basic`, as browsers send it after they asked for one, or stands in
-            `X-Api-Key`, as Anthropic's clients send it.
-        keys: those that are accepted; none: everybody is.
+        path: path of the request.
+        headers: headers of the request. The key is read from `Authorization: Bearer KEY`, from the
+            password of `Authorization: Basic` (browsers), or from `X-Api-Key` (Anthropic clients).
+        keys: accepted keys; empty accepts every request.
 
     Raises:
         HTTPException: 401, the key is missing or wrong.
@@ -46,7 +45,7 @@ def check_key(path: str, headers: Headers, keys: Sequence[str]) -> None:
 
 
 def _given(header: str) -> bytes:
-    """The key that the header carries, empty for none."""
+    """The key in an Authorization header, or empty bytes."""
     scheme, _, value = header.partition(" ")
     value = value.strip()
     if scheme.lower() == "bearer":

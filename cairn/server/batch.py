@@ -1,4 +1,4 @@
-"""An OpenAI batch file through the API's routes, without a port."""
+"""Answers an OpenAI batch file by calling the API's routes in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cairn.server.app import create_app
 from cairn.server.in_process import post
 from cairn.server.loading import close, load, new_state
 from cairn.server.options import ServerOptions
-from cairn.server.report import Report, Say
+from cairn.server.startup_report import Say, StartupReport
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 BUSY = 429
@@ -30,14 +30,14 @@ STOP_SECONDS = 2.0
 
 @dataclass(slots=True)
 class Counts:
-    """Lines of a batch that were answered, and those that were refused or failed."""
+    """Number of lines that were answered, and that were refused or failed."""
 
     answered: int = 0
     failed: int = 0
 
 
 class BadLine(Exception):
-    """A line that is no request; its text is for the user."""
+    """A line that is not a valid request."""
 
 
 class Line(msgspec.Struct):
@@ -62,16 +62,16 @@ def run_batch(
     Args:
         model: the model folder.
         engine: options of the engine.
-        options: of the server; those of ports have no effect.
-        lines: requests as OpenAI writes them, a JSON object each: custom_id, method, url, body.
-        write: takes one line of the result, as soon as it is there.
-        say: shows one line of the start-up.
+        options: options of the server; ports have no effect.
+        lines: JSON objects in OpenAI's format: custom_id, method, url, body.
+        write: called with each result line, in order of completion.
+        say: prints a line about the start-up.
 
     Raises:
         BadModel, BadConfig, OutOfMemory: the engine cannot start.
-        EngineDead: the engine ended.
+        EngineDead: the engine has stopped.
     """
-    return asyncio.run(_run(model, engine, options, lines, write, Report(say)))
+    return asyncio.run(_run(model, engine, options, lines, write, StartupReport(say)))
 
 
 async def _run(
@@ -80,7 +80,7 @@ async def _run(
     options: ServerOptions,
     lines: Iterable[str],
     write: Callable[[str], object],
-    report: Report,
+    report: StartupReport,
 ) -> Counts:
     state = new_state(model, engine, options, Tracer(options.trace))
     try:
@@ -111,7 +111,7 @@ async def _died(client: Any) -> None:
 async def answer_lines(
     app: ASGIApp, lines: Iterable[str], write: Callable[[str], object], width: int
 ) -> Counts:
-    """Answer lines with an application, `width` of them at a time."""
+    """Answer the lines with an application, at most `width` at the same time."""
     counts = Counts()
     seen: set[str] = set()
     running: set[asyncio.Task[None]] = set()
@@ -139,7 +139,7 @@ async def answer_lines(
 
 
 async def _answered(app: ASGIApp, text: str, seen: set[str]) -> tuple[dict[str, Any], bool]:
-    """The result of a line, and whether it was served."""
+    """The result of a line, and whether the request succeeded."""
     result: dict[str, Any] = {
         "id": f"batch_req_{uuid.uuid4().hex}",
         "custom_id": None,
@@ -150,7 +150,7 @@ async def _answered(app: ASGIApp, text: str, seen: set[str]) -> tuple[dict[str, 
         line = _read(text)
         result["custom_id"] = line.custom_id
         if line.custom_id in seen:
-            raise BadLine(f"custom_id {line.custom_id!r} is that of an earlier line")
+            raise BadLine(f"custom_id {line.custom_id!r} was used by an earlier line")
         seen.add(line.custom_id)
         _check(line)
     except BadLine as error:
@@ -173,7 +173,7 @@ def _read(text: str) -> Line:
     try:
         return msgspec.json.decode(text, type=Line)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise BadLine(f"the line is no request: {error}") from None
+        raise BadLine(f"the line is not a request: {error}") from None
 
 
 def _check(line: Line) -> None:
@@ -182,4 +182,4 @@ def _check(line: Line) -> None:
     if line.url not in URLS:
         raise BadLine(f"url is {line.url!r}, use one of {', '.join(URLS)}")
     if line.body.get("stream"):
-        raise BadLine("stream is true, but a batch has whole answers only")
+        raise BadLine("stream is true, but a batch cannot stream: leave it out")

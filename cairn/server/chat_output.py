@@ -12,10 +12,9 @@ from msgspec import UNSET, UnsetType
 
 from cairn.engine.messages import Delta
 from cairn.engine.tokenizer import Tokenizer
-from cairn.server.generation import Head
+from cairn.server.generation import ResponseHead
 from cairn.server.logprobs import chat_logprobs, joined_ids, prompt_scores
 from cairn.server.protocol.chat import (
-    CalledFunction,
     CallFragment,
     ChatAnswer,
     ChatChoice,
@@ -27,13 +26,14 @@ from cairn.server.protocol.chat import (
     ChatResponse,
     FinishReason,
     FunctionFragment,
-    MadeCall,
+    GeneratedCall,
+    GeneratedFunction,
 )
 from cairn.server.protocol.common import ChoiceExtras, PromptScore, ReasoningTokens, Usage
 from cairn.server.reasoning import ReasoningCounter, ReasoningParser
 from cairn.server.reasoning_markers import ReasoningMarkers
 from cairn.server.state import ServerState
-from cairn.server.tools import CallArguments, CallBegin, CallEnd, Piece, Text, ToolParser
+from cairn.server.tool_parser import CallArguments, CallBegin, CallEnd, Piece, Text, ToolParser
 from cairn.types import Grammar
 
 
@@ -43,10 +43,10 @@ class ToolUse:
 
     Attributes:
         shown: the tools as the chat template reads them.
-        parser: name of the parser that finds calls in the output; None: none is looked for.
-        grammar: makes the output a call, if one is required; constrains calls to their schemas.
-        several: more than one call may be made.
-        forced: the whole output is calls: what was cut off is one as well.
+        parser: name of the parser of tool calls; None: the output is not parsed for calls.
+        grammar: constrains calls to their schemas, and the output to calls if they are required.
+        several: the output may have more than one call.
+        forced: the output consists of calls only, so a truncated output is a truncated call.
     """
 
     shown: Sequence[Mapping[str, Any]] = ()
@@ -57,7 +57,7 @@ class ToolUse:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """Of the functions' arguments, by name."""
+        """JSON schemas of the functions' arguments, by function name."""
         functions = [tool["function"] for tool in self.shown]
         return {function["name"]: function.get("parameters") or {} for function in functions}
 
@@ -77,14 +77,14 @@ class ReasoningUse:
     shown: bool
 
 
-class ChatShape:
-    """Answers of /v1/chat/completions.
+class ChatResponseBuilder:
+    """Builds responses of /v1/chat/completions.
 
     Args:
         state: of the server.
-        asked: the request.
+        body: the request.
         prompt: its token ids.
-        tools: the use of its tools.
+        tools: how its tools are used.
         reasoning: how reasoning is separated, None to leave it in the content.
         tokenizer: spells tokens.
     """
@@ -92,46 +92,46 @@ class ChatShape:
     def __init__(
         self,
         state: ServerState,
-        asked: ChatRequest,
+        body: ChatRequest,
         prompt: Sequence[int],
         tools: ToolUse,
         reasoning: ReasoningUse | None,
         tokenizer: Tokenizer,
     ) -> None:
-        self.head = Head.new("chatcmpl", state)
-        self._asked = asked
+        self.head = ResponseHead.new("chatcmpl", state)
+        self._body = body
         self._prompt = prompt
         self._scores: list[PromptScore] | UnsetType = UNSET
         self._told_prompt = False
         self._reasoning = reasoning
         self._tools = tools
         self._tokenizer = tokenizer
-        self._top = (asked.top_logprobs or 0) if asked.logprobs else None
+        self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._readers: dict[int, _Reader] = {}
 
     async def push(self, choice: int, delta: Delta) -> list[ChatChunkChoice]:
-        """See Shape. The first part says the role, later ones what is new."""
+        """See ResponseBuilder. The first part of a choice gives the role."""
         parts = []
         reader = self._readers.get(choice)
         if reader is None:
             reader = self._readers[choice] = _Reader(self._tools, self._reasoning, self._tokenizer)
             parts.append(ChatChunkChoice(choice, ChatDelta(role="assistant", content="")))
-        if self._asked.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+        if self._body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             self._scores = await asyncio.to_thread(
                 prompt_scores,
                 self._prompt,
                 delta.prompt_logprobs,
-                self._asked.prompt_logprobs,
+                self._body.prompt_logprobs,
                 self._tokenizer,
             )
         reasoning, content, calls = reader.read(delta)
         logprobs = None
         if self._top is not None and delta.token_ids:
-            by_id = bool(self._asked.return_tokens_as_token_ids)
+            by_id = bool(self._body.return_tokens_as_token_ids)
             logprobs = chat_logprobs(
                 delta.token_ids, delta.logprobs, self._top, self._tokenizer, by_id
             )
-        ids = list(delta.token_ids) if self._asked.return_token_ids else UNSET
+        ids = list(delta.token_ids) if self._body.return_token_ids else UNSET
         part = ChatChunkChoice(
             index=choice,
             delta=ChatDelta(
@@ -151,11 +151,11 @@ class ChatShape:
         return parts
 
     def over(self, choice: int) -> bool:
-        """See Shape: a choice may end with its first call."""
+        """See ResponseBuilder. Without parallel calls a choice ends with its first call."""
         return self._readers[choice].finish_reason is not None if choice in self._readers else False
 
     def chunk(self, parts: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
-        """See Shape."""
+        """See ResponseBuilder."""
         ids = self._prompt_ids if not self._told_prompt else UNSET
         self._told_prompt = True
         if isinstance(usage, Usage):
@@ -163,7 +163,7 @@ class ChatShape:
         return ChatChunk(**self.head.fields, choices=parts, usage=usage, prompt_token_ids=ids)
 
     def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> ChatResponse:
-        """See Shape."""
+        """See ResponseBuilder."""
         return ChatResponse(
             **self.head.fields,
             choices=[joined(each) for each in parts],
@@ -183,7 +183,7 @@ class ChatShape:
 
     @property
     def _prompt_ids(self) -> list[int] | UnsetType:
-        return list(self._prompt) if self._asked.return_token_ids else UNSET
+        return list(self._prompt) if self._body.return_token_ids else UNSET
 
 
 class _Reader:
@@ -264,10 +264,10 @@ class _Reader:
 
 
 def joined(parts: Sequence[ChatChunkChoice]) -> ChatChoice:
-    """One choice from the parts of its stream."""
+    """Join the streamed parts of a choice into one choice."""
     text = "".join(part.delta.content or "" for part in parts)
     reasoning = "".join(part.delta.reasoning_content or "" for part in parts)
-    calls: dict[int, MadeCall] = {}
+    calls: dict[int, GeneratedCall] = {}
     for fragment in (call for part in parts for call in part.delta.tool_calls or ()):
         calls[fragment.index] = _extended(calls.get(fragment.index), fragment)
     entries = [part.logprobs for part in parts if part.logprobs is not None]
@@ -289,10 +289,10 @@ def joined(parts: Sequence[ChatChunkChoice]) -> ChatChoice:
     )
 
 
-def _extended(call: MadeCall | None, fragment: CallFragment) -> MadeCall:
+def _extended(call: GeneratedCall | None, fragment: CallFragment) -> GeneratedCall:
     function = fragment.function
     if call is None:
         name = function.name or ""
-        return MadeCall(fragment.id or "", CalledFunction(name, function.arguments or ""))
+        return GeneratedCall(fragment.id or "", GeneratedFunction(name, function.arguments or ""))
     arguments = call.function.arguments + (function.arguments or "")
-    return MadeCall(call.id, CalledFunction(call.function.name, arguments))
+    return GeneratedCall(call.id, GeneratedFunction(call.function.name, arguments))

@@ -1,4 +1,5 @@
-"""/v1/completions: text or token ids in, text out; with `echo` it scores texts as lm-eval asks."""
+"""/v1/completions: continues prompts of text or token ids; `echo` returns their
+log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,8 +17,7 @@ from starlette.routing import Route
 
 from cairn.engine.messages import Delta, Positions
 from cairn.server.errors import about
-from cairn.server.generation import Head, Work, answer
-from cairn.server.intake import encoded, longest_prompt, read_request, tokenizer_of
+from cairn.server.generation import ResponseHead, Work, answer
 from cairn.server.logprobs import LegacyLogprobs, joined_ids, prompt_scores
 from cairn.server.protocol.common import ChoiceExtras, PromptScore, Usage
 from cairn.server.protocol.completions import (
@@ -28,6 +28,7 @@ from cairn.server.protocol.completions import (
     LegacyFinish,
 )
 from cairn.server.protocol.explain import BadField
+from cairn.server.request_body import encoded, longest_prompt, read_request, tokenizer_of
 from cairn.server.sampling import (
     Output,
     requested_grammar,
@@ -40,57 +41,64 @@ from cairn.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
 SCORED_AT_ONCE = 256
-"""Tokens of a prompt; then other requests have their turn."""
+"""Prompt tokens whose log-probabilities are converted before the event loop runs other requests."""
 
 
 async def create_completion(request: Request) -> Response:
-    """POST /v1/completions. Raises CairnError for what cannot be served."""
+    """POST /v1/completions. Raises CairnError for a request that cannot be served."""
     state: ServerState = request.app.state.server
     track = state.metrics.track(request.url.path)
-    asked = await read_request(request, CompletionRequest)
-    streaming = stream_options(asked)
-    output = await _output(state, asked)
-    params = sampling_params(asked, output, state.options, state.sampling_defaults)
-    given = _prompts(asked, state)
+    body = await read_request(request, CompletionRequest)
+    streaming = stream_options(body)
+    output = await _output(state, body)
+    params = sampling_params(body, output, state.options, state.sampling_defaults)
+    given = _prompts(body, state)
     with about("prompt"):
-        prompts = await encoded(request, lambda: [_encode(state, asked, one) for one in given])
+        prompts = await encoded(request, lambda: [_encode(state, body, one) for one in given])
     work = Work(
         prompts=[prompt.ids for prompt in prompts],
         params=params,
-        priority=asked.priority or 0,
+        priority=body.priority or 0,
         field="prompt",
-        transfer=requested_transfer(asked, len(prompts)),
+        transfer=requested_transfer(body, len(prompts)),
     )
-    return await answer(request, work, CompletionShape(state, asked, prompts), track, streaming)
+    return await answer(
+        request, work, CompletionResponseBuilder(state, body, prompts), track, streaming
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. Attributes: its token ids, and its text where the answer repeats it."""
+    """An encoded prompt.
+
+    Attributes:
+        ids: its token ids.
+        text: its text if the response echoes it, else empty.
+    """
 
     ids: Sequence[int]
     text: str
 
 
-class CompletionShape:
-    """Answers of /v1/completions.
+class CompletionResponseBuilder:
+    """Builds responses of /v1/completions.
 
     Args:
         state: of the server.
-        asked: the request.
+        body: the request.
         prompts: those of the request, encoded.
     """
 
     def __init__(
-        self, state: ServerState, asked: CompletionRequest, prompts: Sequence[Prompt]
+        self, state: ServerState, body: CompletionRequest, prompts: Sequence[Prompt]
     ) -> None:
-        self.head = Head.new("cmpl", state)
+        self.head = ResponseHead.new("cmpl", state)
         self._tokenizer = state.tokenizer
         self._prompts = prompts
-        self._n = asked.n or 1
-        self._echo = bool(asked.echo)
-        self._logprobs = asked.logprobs
-        self._asked = asked
+        self._n = body.n or 1
+        self._echo = bool(body.echo)
+        self._logprobs = body.logprobs
+        self._body = body
         self._prompt_lists: dict[int, list[PromptScore]] = {}
         self._scores: dict[int, LegacyLogprobs] = {}
         self._begun: set[int] = set()
@@ -98,14 +106,14 @@ class CompletionShape:
         self._held: dict[int, list[tuple[int, Delta]]] = {}
 
     async def push(self, choice: int, delta: Delta) -> list[CompletionChoice]:
-        """See Shape. Continuations wait for the scores of the prompt that they begin with."""
+        """See ResponseBuilder. With `echo`, deltas are held until the prompt has been scored."""
         at = choice // self._n
-        if self._asked.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+        if self._body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             self._prompt_lists[at] = await asyncio.to_thread(
                 prompt_scores,
                 self._prompts[at].ids,
                 delta.prompt_logprobs,
-                self._asked.prompt_logprobs,
+                self._body.prompt_logprobs,
                 self._tokenizer,
             )
         if not self._echo or self._logprobs is None or at in self._prompt_scores:
@@ -117,17 +125,17 @@ class CompletionShape:
         return [self._part(*pair) for pair in ((choice, delta), *self._held.pop(at, ()))]
 
     def over(self, choice: int) -> bool:
-        """See Shape: all that the engine makes is sent."""
+        """See ResponseBuilder. A completion never ends before the engine's output."""
         return False
 
     def chunk(
         self, parts: list[CompletionChoice], usage: Usage | UnsetType | None
     ) -> CompletionResponse:
-        """See Shape."""
+        """See ResponseBuilder."""
         return CompletionResponse(**self.head.fields, choices=parts, usage=usage)
 
     def whole(self, parts: list[list[CompletionChoice]], usage: Usage) -> CompletionResponse:
-        """See Shape."""
+        """See ResponseBuilder."""
         choices = [joined(each) for each in parts]
         if self._prompt_lists:
             choices = [
@@ -139,9 +147,9 @@ class CompletionShape:
         return self.chunk(choices, usage)
 
     async def _score_prompt(self, at: int, parts: Sequence[Positions]) -> CompletionLogprobs:
-        """In pieces, so that a long prompt does not block the event loop."""
+        """Log-probabilities of a prompt. Converted in pieces, to keep the event loop free."""
         assert self._logprobs is not None
-        by_id = bool(self._asked.return_tokens_as_token_ids)
+        by_id = bool(self._body.return_tokens_as_token_ids)
         scores = LegacyLogprobs(self._tokenizer, (), 0, self._logprobs, by_id)
         ids, positions = self._prompts[at].ids, chain((None,), *parts)
         pieces = []
@@ -161,10 +169,8 @@ class CompletionShape:
             logprobs=self._score(choice, delta, first),
             finish_reason=cast("LegacyFinish | None", delta.finish_reason),
             stop_reason=delta.stop_reason,
-            token_ids=list(delta.token_ids) if self._asked.return_token_ids else UNSET,
-            prompt_token_ids=(
-                list(prompt.ids) if self._asked.return_token_ids and first else UNSET
-            ),
+            token_ids=list(delta.token_ids) if self._body.return_token_ids else UNSET,
+            prompt_token_ids=(list(prompt.ids) if self._body.return_token_ids and first else UNSET),
             cairn=ChoiceExtras(list(delta.selection)) if delta.selection else UNSET,
         )
 
@@ -179,15 +185,15 @@ class CompletionShape:
                 prompt.ids,
                 len(prompt.text),
                 self._logprobs,
-                bool(self._asked.return_tokens_as_token_ids),
-                self._asked.skip_special_tokens is False,
+                bool(self._body.return_tokens_as_token_ids),
+                self._body.skip_special_tokens is False,
             )
         new = self._scores[choice].take(delta.token_ids, delta.logprobs)
         return joined_lists([self._prompt_scores[at], new]) if first and self._echo else new
 
 
 def joined(parts: Sequence[CompletionChoice]) -> CompletionChoice:
-    """One choice from the parts of its stream."""
+    """Join the streamed parts of a choice into one choice."""
     scores = [part.logprobs for part in parts if part.logprobs is not None]
     read = [part.cairn for part in parts if part.cairn is not UNSET]
     last = parts[-1]
@@ -204,7 +210,7 @@ def joined(parts: Sequence[CompletionChoice]) -> CompletionChoice:
 
 
 def joined_lists(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
-    """One set of lists from several that follow each other."""
+    """Concatenate consecutive log-probability lists."""
     return CompletionLogprobs(
         tokens=list(chain.from_iterable(part.tokens for part in parts)),
         token_logprobs=list(chain.from_iterable(part.token_logprobs for part in parts)),
@@ -213,25 +219,25 @@ def joined_lists(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
     )
 
 
-async def _output(state: ServerState, asked: CompletionRequest) -> Output:
-    if asked.max_tokens == 0 and not asked.echo:
+async def _output(state: ServerState, body: CompletionRequest) -> Output:
+    if body.max_tokens == 0 and not body.echo:
         raise BadField("max_tokens", "max_tokens is 0 and echo is off: nothing to answer")
-    if asked.max_tokens == 0 and asked.min_tokens:
-        raise BadField("min_tokens", f"min_tokens is {asked.min_tokens}, but max_tokens is 0")
-    named = requested_grammar(asked)
+    if body.max_tokens == 0 and body.min_tokens:
+        raise BadField("min_tokens", f"min_tokens is {body.min_tokens}, but max_tokens is 0")
+    named = requested_grammar(body)
     if named is not None:
         with about(named[0]):
             await state.grammars.check(named[1])
     return Output(
-        max_tokens=DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.logprobs if asked.echo else None,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
         grammar=named[1] if named is not None else None,
     )
 
 
-def _prompts(asked: CompletionRequest, state: ServerState) -> list[str | list[int]]:
-    prompt = asked.prompt
+def _prompts(body: CompletionRequest, state: ServerState) -> list[str | list[int]]:
+    prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt]
     if all(isinstance(item, int) for item in prompt):
@@ -248,22 +254,22 @@ def _prompts(asked: CompletionRequest, state: ServerState) -> list[str | list[in
     return cast(list[str | list[int]], prompt)
 
 
-def _encode(state: ServerState, asked: CompletionRequest, prompt: str | list[int]) -> Prompt:
+def _encode(state: ServerState, body: CompletionRequest, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
-        special = asked.add_special_tokens is not False
+        special = body.add_special_tokens is not False
         tokenizer = tokenizer_of(state, "a text prompt")
-        longest = longest_prompt(state, asked.max_tokens)
-        limit = longest if asked.truncate_prompt_tokens is None else None
+        longest = longest_prompt(state, body.max_tokens)
+        limit = longest if body.truncate_prompt_tokens is None else None
         ids = tokenizer.encode(prompt, special, limit=limit)
-        kept = truncated(ids, asked, longest)
+        kept = truncated(ids, body, longest)
         text = prompt if len(kept) == len(ids) else tokenizer.decode(kept)
-        return Prompt(kept, text if asked.echo else "")
-    if asked.add_special_tokens is not None:
+        return Prompt(kept, text if body.echo else "")
+    if body.add_special_tokens is not None:
         raise BadField(
             "add_special_tokens", "add_special_tokens goes with text prompts only", "Leave it out"
         )
-    prompt = list(truncated(prompt, asked, longest_prompt(state, asked.max_tokens)))
-    shown = bool(asked.echo) and state.tokenizer is not None
+    prompt = list(truncated(prompt, body, longest_prompt(state, body.max_tokens)))
+    shown = bool(body.echo) and state.tokenizer is not None
     return Prompt(prompt, state.tokenizer.decode(prompt) if shown and state.tokenizer else "")
 
 

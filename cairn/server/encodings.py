@@ -19,7 +19,8 @@ def _gunzip(body: bytes, size: int) -> bytes:
 
 
 def _inflate(body: bytes, size: int) -> bytes:
-    """The same of a zlib stream, or of a bare deflate stream, which some clients send instead."""
+    """The first `size` decompressed bytes of a zlib stream, or of a raw deflate stream, which some
+    clients send instead."""
     try:
         return _inflated(zlib.decompressobj(), body, size)
     except zlib.error:
@@ -29,9 +30,9 @@ def _inflate(body: bytes, size: int) -> bytes:
 def _inflated(stream: zlib._Decompress, body: bytes, size: int) -> bytes:
     found = stream.decompress(body, size)
     if len(found) < size and not stream.eof:
-        raise EOFError("the stream has no end")
+        raise EOFError("the stream is truncated")
     if stream.unused_data:
-        raise ValueError("something follows the end of the stream")
+        raise ValueError("there is data after the end of the stream")
     return found
 
 
@@ -40,10 +41,10 @@ ACCEPTED = "gzip, deflate"
 
 
 def decoders(header: str) -> list[tuple[str, Decode]]:
-    """How to undo a Content-Encoding, in order.
+    """The decoders of a Content-Encoding header, in the order of decoding.
 
     Raises:
-        HTTPException: 415 for an encoding that this server does not know.
+        HTTPException: 415 for an encoding other than gzip and deflate.
     """
     names = [name.strip().lower() for name in header.split(",")]
     names = [name for name in reversed(names) if name not in ("", "identity")]
@@ -58,20 +59,22 @@ def decoders(header: str) -> list[tuple[str, Decode]]:
 
 
 def decoded(body: bytes, steps: list[tuple[str, Decode]], limit: int) -> bytes:
-    """A decompressed body.
+    """Decompress a request body.
 
     Raises:
-        HTTPException: 400, it is not what its Content-Encoding says; 413, it is longer than `limit`
-            bytes.
+        HTTPException: 400 if the body does not match its Content-Encoding; 413 if it decompresses
+            to more than `limit` bytes.
     """
     for name, decode in steps:
         try:
             body = decode(body, limit + 1)
         except (OSError, EOFError, ValueError, zlib.error) as error:
-            detail = f"the request body is said to be {name}, but cannot be decoded: {error}"
+            detail = (
+                f"the Content-Encoding is {name}, but the request body cannot be decoded: {error}"
+            )
             raise HTTPException(400, detail) from None
         if len(body) > limit:
             raise HTTPException(
-                413, f"the request body is longer than {limit} bytes once it is decoded"
+                413, f"the request body has more than {limit} bytes after decompression"
             )
     return body

@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Error responses in OpenAI's format: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ OTHER_APIS = {
     "/audio/": "This server reads and writes text only",
     "/images/": "This server reads and writes text only",
 }
-"""Paths of APIs that are not served, and what there is in their place."""
+"""Paths of OpenAI's API that are not served -> the alternative to suggest."""
 LONGEST_TEXT = 2000
 CLIENT_GONE = 499
-"""Status in logs and metrics of a request whose client disconnected."""
+"""Status in logs and metrics when the client has disconnected (nginx's code)."""
 INTERNAL = "the server failed on this request; its log says more"
 
 
 class NotFound(BadRequest):
-    """A name that is not served."""
+    """A model name that is not served."""
 
     http_status = 404
 
@@ -65,14 +65,14 @@ class NotFound(BadRequest):
 def error_body(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> ErrorBody:
-    """The body that goes with an HTTP status."""
+    """The error body of an HTTP status."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     named = shortened(param) if param is not None else None
     return ErrorBody(ErrorDetail(shortened(message), kind, named, code or CODES.get(status)))
 
 
 def shortened(text: str) -> str:
-    """An error text, shortened, because it may quote a large field of the request."""
+    """The text of an error, shortened because it may quote a large field of the request."""
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}..."
 
 
@@ -84,13 +84,13 @@ def error_response(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """An answer that is an error; middleware and handlers use the same one."""
+    """An error response."""
     body = msgspec.json.encode(error_body(status, message, param=param, code=code))
     return Response(body, status, headers, media_type="application/json")
 
 
 def body_of(error: CairnError) -> ErrorBody:
-    """An error of the engine or of a request as a body."""
+    """The error body of an exception."""
     code = None
     if isinstance(error, TooLong):
         code = "context_length_exceeded"
@@ -100,7 +100,7 @@ def body_of(error: CairnError) -> ErrorBody:
 
 
 def response_of(error: CairnError) -> Response:
-    """An error of the engine or of a request as an answer; some say when to come again."""
+    """The error response of an exception, with Retry-After where it has one."""
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
@@ -114,7 +114,7 @@ def response_of(error: CairnError) -> Response:
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """A BadRequest raised inside is about this field of the body, where it does not know better."""
+    """Context manager: set `param` of a BadRequest that is raised inside and has none."""
     try:
         yield
     except BadRequest as error:
@@ -124,7 +124,7 @@ def about(param: str) -> Iterator[None]:
 
 
 async def on_cairn_error(request: Request, error: Exception) -> Response:
-    """Handler of everything this engine raises on purpose."""
+    """Exception handler of CairnError."""
     assert isinstance(error, CairnError)
     if error.http_status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, error)
@@ -132,7 +132,7 @@ async def on_cairn_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Handler of what the web framework raises: unknown routes, wrong methods."""
+    """Exception handler of HTTPException: unknown routes, wrong methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     message = f"{request.method} {path}: {error.detail}"
@@ -146,7 +146,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _hint_at(path: str) -> str | None:
-    """What to use in place of a path that is not served."""
+    """The route to use instead of a path that is not served, or None."""
     known = next((hint for name, hint in OTHER_APIS.items() if name in path), None)
     if known is not None:
         return known
@@ -155,12 +155,12 @@ def _hint_at(path: str) -> str | None:
 
 
 async def on_gone(request: Request, error: Exception) -> Response:
-    """Handler of disconnected clients: the status is seen in logs and metrics alone."""
+    """Exception handler of ClientDisconnect. Only logs and metrics see its status."""
     return Response(status_code=CLIENT_GONE)
 
 
 async def on_failure(request: Request, error: Exception) -> Response:
-    """Handler of bugs: the log gets the traceback, the client a plain 500."""
+    """Exception handler of bugs: log the traceback, send a 500 without details."""
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return error_response(500, INTERNAL)
 

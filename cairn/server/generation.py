@@ -1,4 +1,5 @@
-"""One HTTP request's run through the engine: submit, merge what comes back, answer."""
+"""Runs an HTTP request on the engine: submits its prompts, merges the outputs, sends the
+response."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ from cairn.obs.metrics import Track
 from cairn.runner.media import PromptMedia
 from cairn.server.protocol.common import CachedTokens, SamplingFields, StreamOptions, Usage
 from cairn.server.protocol.explain import BadField
-from cairn.server.sampling import field_named_by
-from cairn.server.sse import DONE, EventStream, event, unless_gone
+from cairn.server.sampling import field_named_in
+from cairn.server.sse import DONE, EventStream, cancel_on_disconnect, event
 from cairn.server.state import ServerState
 from cairn.types import KvTransferParams, SamplingParams
 
@@ -33,7 +34,7 @@ class Part(Protocol):
 
     @property
     def index(self) -> int:
-        """Of the choice."""
+        """Index of the choice."""
 
 
 C = TypeVar("C", bound=Part)
@@ -54,15 +55,15 @@ class RequestFailed(CairnError):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work for the engine: the prompts of one HTTP request.
+    """The prompts of one HTTP request, as the engine runs them.
 
     Attributes:
-        prompts: token ids; prompt p's continuation i is choice `p * n + i`.
-        params: of all of them.
-        priority: smaller goes first.
-        field: the body's field that the prompts came from, for errors.
-        media: images and videos of each prompt; empty: they are text.
-        transfer: who computes the prompt, of which there is one then, and who goes on.
+        prompts: token ids of each prompt. Output i of prompt p is choice `p * n + i`.
+        params: sampling parameters of all prompts.
+        priority: requests with smaller values are scheduled first.
+        field: name of the request field that the prompts came from, for errors.
+        media: images and videos of each prompt; empty for text.
+        transfer: parameters of disaggregated prefill; only with a single prompt.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -74,11 +75,11 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """Fields that every chunk of an answer repeats.
+class ResponseHead:
+    """Fields that every chunk of a response repeats.
 
     Attributes:
-        id: of the answer.
+        id: id of the response.
         created: seconds since the epoch.
         model: name of the served model.
     """
@@ -89,43 +90,43 @@ class Head:
 
     @classmethod
     def new(cls, prefix: str, state: ServerState) -> Self:
-        """A fresh one."""
+        """A head with a new id, at the current time."""
         return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), state.model_name)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its attributes by name."""
+        """The attributes by name."""
         return {"id": self.id, "created": self.created, "model": self.model}
 
 
-class Shape(Protocol[C]):
-    """How an endpoint writes its answers. Whole answers are made of the same parts as streams."""
+class ResponseBuilder(Protocol[C]):
+    """Builds the responses of an endpoint. Whole responses are joined from the parts of streams."""
 
-    head: Head
+    head: ResponseHead
 
     async def push(self, choice: int, delta: Delta) -> list[C]:
-        """What a step's new tokens add, ready to be sent."""
+        """Convert a delta of the engine to parts of the response."""
 
     def over(self, choice: int) -> bool:
-        """The rest of the output is not needed."""
+        """Whether the choice is complete although the engine still generates."""
 
     def chunk(self, parts: list[C], usage: Usage | msgspec.UnsetType | None) -> msgspec.Struct:
-        """One event of a stream."""
+        """One event of a streamed response."""
 
     def whole(self, parts: list[list[C]], usage: Usage) -> msgspec.Struct:
-        """The whole answer, from the parts of each choice."""
+        """The whole response, joined from the parts of each choice."""
 
 
 class Generation:
-    """The continuations of one HTTP request. A context manager: leaving it cancels what runs.
+    """The outputs of one HTTP request. A context manager, which cancels unfinished outputs on exit.
 
     Args:
         client: the engine, or its replicas.
-        work: what to run.
-        request_id: the engine's name for it; further prompts get a number as suffix.
+        work: the prompts to run.
+        request_id: id in the engine; prompts after the first append their index.
 
     Attributes:
-        transfer: parameters for the engine that continues.
+        transfer: parameters for the decoding engine, in disaggregated prefill.
     """
 
     def __init__(self, client: Engine, work: Work, request_id: str) -> None:
@@ -140,12 +141,12 @@ class Generation:
 
     @property
     def choices(self) -> int:
-        """How many continuations there are."""
+        """Number of outputs."""
         return len(self._work.prompts) * self._work.params.n
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Token counts so far."""
         prompt = sum(len(ids) for ids in self._work.prompts)
         return Usage(
             prompt_tokens=prompt,
@@ -156,7 +157,7 @@ class Generation:
 
     @property
     def reading(self) -> bytes | None:
-        """A comment that says how far the prompts are read; None while nothing has been."""
+        """An SSE comment with the progress of the prefill; None before it has begun."""
         read = sum(submission.read for submission in self._submissions)
         total = sum(len(ids) for ids in self._work.prompts)
         return b": read %d of %d tokens\n\n" % (read, total) if read else None
@@ -165,9 +166,9 @@ class Generation:
         """Submit every prompt, or none.
 
         Raises:
-            BadRequest, TooLong: this can never be served.
-            Busy: not now.
-            EngineDead: not any more.
+            BadRequest, TooLong: the request can never be served.
+            Busy: the queue is full.
+            EngineDead: the engine has stopped.
         """
         work = self._work
         _, bound = self._client.load
@@ -193,7 +194,7 @@ class Generation:
                 prompt, work.params, work.priority, name, media, work.transfer
             )
         except BadRequest as error:
-            error.param = field_named_by(error, SamplingFields) or work.field
+            error.param = field_named_in(error, SamplingFields) or work.field
             raise
 
     def __exit__(self, *_: object) -> None:
@@ -208,10 +209,9 @@ class Generation:
             self._cached.setdefault(choice // self._work.params.n, delta.cached_tokens)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) of all continuations, those of each in the order in which the engine made
-        them.
+        """Yield (choice, delta) of all outputs; the deltas of one output are in order.
 
-        Raises CairnError when a continuation failed or the engine took it back.
+        Raises CairnError when the engine fails on an output or aborts it.
         """
         async with aclosing(_merged(self._submissions)) as merged:
             async for prompt, delta in merged:
@@ -222,7 +222,7 @@ class Generation:
 
 def _failure(delta: Delta) -> CairnError:
     if delta.finish_reason == "abort":
-        return EngineDead("the server took the request back", "It is shutting down; try again")
+        return EngineDead("the server aborted the request", "It is shutting down; try again")
     message = delta.error or "the engine failed on this request"
     if delta.status == BadRequest.http_status:
         return BadRequest(message)
@@ -232,7 +232,8 @@ def _failure(delta: Delta) -> CairnError:
 async def _merged(
     submissions: Sequence[Submission],
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(number of the submission, delta) of all; of each at most one ahead of the consumer."""
+    """Yield (index of the submission, delta), at most one delta per submission ahead of the
+    consumer."""
     if len(submissions) == 1:
         async for delta in submissions[0]:
             yield 0, delta
@@ -245,7 +246,7 @@ async def _merged(
             async for delta in submission:
                 taken[i].clear()
                 queue.put_nowait((i, delta))
-                # What comes until then stays in the submission, which joins it into one delta.
+                # Until then the submission joins further deltas into one.
                 await taken[i].wait()
             queue.put_nowait(None)
         except Exception as error:  # noqa: BLE001 - raised again where the queue is read
@@ -271,61 +272,61 @@ async def _merged(
 async def answer(
     request: Request,
     work: Work,
-    shape: Shape[C],
+    builder: ResponseBuilder[C],
     track: Track,
     streaming: StreamOptions | None,
 ) -> Response:
-    """Run the work and answer.
+    """Run the work on the engine and return the response.
 
     Args:
         request: the HTTP request.
-        work: for the engine.
-        shape: writes the answer.
-        track: observes it.
-        streaming: None: one whole answer.
+        work: the prompts to run.
+        builder: builds the response.
+        track: records the request's metrics.
+        streaming: how to stream; None for one whole response.
 
     Raises:
-        CairnError: the work cannot be served, or failed (a stream sends its errors itself).
-        ClientDisconnect: the client went away; the work is cancelled.
+        CairnError: the work cannot be served or has failed. A stream sends later errors as events.
+        ClientDisconnect: the client has disconnected; the work is cancelled.
     """
     state: ServerState = request.app.state.server
-    generation = Generation(state.client, work, shape.head.id)
+    generation = Generation(state.client, work, builder.head.id)
     if streaming is not None:
-        events = _events(generation, shape, track, streaming)
+        events = _events(generation, builder, track, streaming)
         return EventStream(events, lambda: generation.reading)
-    body = await unless_gone(request.receive, _whole(generation, shape, track))
+    body = await cancel_on_disconnect(request.receive, _whole(generation, builder, track))
     return Response(body, media_type="application/json")
 
 
-async def _whole(generation: Generation, shape: Shape[C], track: Track) -> bytes:
+async def _whole(generation: Generation, builder: ResponseBuilder[C], track: Track) -> bytes:
     parts: dict[int, list[C]] = {}
-    async with aclosing(parts_of(generation, shape, track)) as run:
+    async with aclosing(parts_of(generation, builder, track)) as run:
         async for part in run:
             parts.setdefault(part.index, []).append(part)
     ordered = [parts[index] for index in sorted(parts)]
-    whole = shape.whole(ordered, generation.usage)
+    whole = builder.whole(ordered, generation.usage)
     if generation.transfer is not None:
         whole = msgspec.structs.replace(whole, kv_transfer_params=generation.transfer)
     return msgspec.json.encode(whole)
 
 
 async def _events(
-    generation: Generation, shape: Shape[C], track: Track, options: StreamOptions
+    generation: Generation, builder: ResponseBuilder[C], track: Track, options: StreamOptions
 ) -> AsyncGenerator[bytes, None]:
     no_usage = None if options.include_usage else msgspec.UNSET
-    async with aclosing(parts_of(generation, shape, track)) as run:
+    async with aclosing(parts_of(generation, builder, track)) as run:
         async for part in run:
             usage = generation.usage if options.continuous_usage_stats else no_usage
-            yield event(shape.chunk([part], usage))
+            yield event(builder.chunk([part], usage))
     if options.include_usage:
-        yield event(shape.chunk([], generation.usage))
+        yield event(builder.chunk([], generation.usage))
     yield DONE
 
 
 async def parts_of(
-    generation: Generation, shape: Shape[C], track: Track
+    generation: Generation, builder: ResponseBuilder[C], track: Track
 ) -> AsyncGenerator[C, None]:
-    """Parts of the choices as the engine makes them; leaving it early cancels the work."""
+    """Yield parts of the response as tokens arrive. Closing the generator cancels the work."""
     with track, generation:
         over: set[int] = set()
         async with aclosing(generation.deltas()) as deltas:
@@ -334,9 +335,9 @@ async def parts_of(
                 if choice in over:
                     continue
                 generation.count(choice, delta)
-                for part in await shape.push(choice, delta):
+                for part in await builder.push(choice, delta):
                     yield part
-                if shape.over(choice):
+                if builder.over(choice):
                     over.add(choice)
                     if len(over) == generation.choices:
                         break

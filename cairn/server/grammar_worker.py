@@ -1,9 +1,8 @@
-"""Worker process that compiles grammars of clients; a crash or hang cannot affect the server.
+"""Worker process that compiles clients' grammars, so that a crash or hang cannot affect the server.
 
-Started by `GrammarChecker`: `python -m cairn.server.grammar_worker SECONDS BYTES`. Its first
-message is a vocabulary, the others are grammars. It answers each with a verdict: empty when the
-grammar can be used, else the reason. A grammar that takes more than SECONDS, that much memory or
-too deep a stack ends the process.
+Started by `GrammarChecker` as `python -m cairn.server.grammar_worker SECONDS BYTES`. The first
+message is a vocabulary, each further one a grammar. The reply is empty if the grammar can be used,
+else it is the reason. A grammar that exceeds the time, the memory or the stack ends the process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from cairn.types import Grammar
 
 
 def begin(vocabulary: bytes) -> Work:
-    """The function that checks grammars for the vocabulary: b"", or why one is refused."""
+    """Load the vocabulary. Returns the function that checks a grammar: b"" or the reason against
+    it."""
     compiler = GrammarCompiler(msgspec.msgpack.decode(vocabulary, type=Vocabulary))
 
     def verdict(message: bytes) -> bytes:

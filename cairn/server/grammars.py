@@ -24,14 +24,14 @@ VERDICTS = 512
 class GrammarChecker:
     """Checks whether a grammar can be used.
 
-    Each grammar is compiled and tried out by a worker process with bounded memory; a worker that
-    takes too long ends and is replaced. Verdicts are remembered.
+    A worker process with bounded memory compiles each grammar and runs it once. A worker that
+    exceeds its time is replaced. Results are cached.
 
     Args:
-        workers: processes at most.
-        seconds: time for one grammar.
-        memory: bytes of address space of a worker.
-        max_waiting: checks that may wait or run at once.
+        workers: maximum number of processes.
+        seconds: time limit of one grammar.
+        memory: address space of a worker in bytes.
+        max_waiting: maximum number of checks that wait or run.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class GrammarChecker:
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
 
     def open(self, table: TokenTable, vocab_size: int) -> None:
-        """Get ready for the grammars of a model, in a thread.
+        """Prepare for the grammars of a model, in a thread.
 
         Args:
-            table: the tokenizer.
-            vocab_size: ids of the model.
+            table: the tokenizer's tokens.
+            vocab_size: number of token ids of the model.
         """
         self._vocabulary = self._reader.submit(_vocabulary, table, vocab_size)
         self._pool.prepare()
 
     async def check(self, grammar: Grammar) -> None:
-        """Accept a grammar that the engine can use.
+        """Check a grammar.
 
         Raises:
-            BadRequest: it is wrong, too large or too complex.
+            BadRequest: the grammar is invalid, too large or too complex.
             Busy: too many grammars are being checked.
         """
         check_text(grammar)
@@ -95,7 +95,7 @@ class GrammarChecker:
             raise BadRequest(verdict)
 
     def close(self) -> None:
-        """End the workers. Checks in flight fail."""
+        """Stop the workers. Running checks fail."""
         self._pool.close()
         self._reader.shutdown(wait=False, cancel_futures=True)
 
@@ -105,7 +105,7 @@ class GrammarChecker:
         return self._vocabulary.result()
 
     async def _judge(self, grammar: Grammar) -> str:
-        """The verdict of a worker; empty: the grammar can be used."""
+        """Have a worker check the grammar. Returns "" or the reason against it."""
         try:
             return (await self._pool.ask(msgspec.msgpack.encode(grammar))).decode()
         except Ended as ended:

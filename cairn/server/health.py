@@ -1,4 +1,4 @@
-"""What load balancers and monitoring ask: alive, ready, metrics."""
+"""/health, /ready and /metrics, for load balancers and monitoring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNAVAILABLE = 503
 
 
 def not_ready(state: ServerState) -> str | None:
-    """Why the server should get no new requests now; None: it should."""
+    """Why the server is not ready for new requests; None if it is."""
     if state.client.dead is not None:
         return f"the engine has ended: {state.client.dead}"
     if state.draining:
@@ -30,8 +30,8 @@ def not_ready(state: ServerState) -> str | None:
 
 
 async def health(request: Request) -> Response:
-    """GET /health: 200 while the processes live, 503 once the engine has ended. Of replicas one
-    that lives is enough; those that do not serve are named."""
+    """GET /health: 200 while the engine runs, or at least one replica; else 503. Replicas that do
+    not serve are listed."""
     state: ServerState = request.app.state.server
     if state.client.dead is not None:
         return JSONResponse({"status": "dead", "reason": str(state.client.dead)}, UNAVAILABLE)
@@ -42,7 +42,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """GET /ready: 200 when new requests are welcome, otherwise 503 with the reason."""
+    """GET /ready: 200 if the server takes new requests, else 503 with the reason."""
     reason = not_ready(request.app.state.server)
     if reason is not None:
         return JSONResponse({"ready": False, "reason": reason}, UNAVAILABLE)
@@ -50,7 +50,7 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics: Prometheus' text format."""
+    """GET /metrics: all metrics in Prometheus' text format."""
     state: ServerState = request.app.state.server
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)
 

@@ -1,4 +1,4 @@
-"""ASGI requests that do not come from a connection, or whose body was read before."""
+"""ASGI requests made in this process, and requests whose body has already been read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ Headers = list[tuple[bytes, bytes]]
 async def post(
     app: ASGIApp, path: str, headers: Headers, body: bytes
 ) -> tuple[int, dict[bytes, bytes], bytes]:
-    """Status, headers and body of the application's answer to a POST; the client never leaves.
+    """Call an application with a POST request, whose client never disconnects.
 
     Args:
         app: the application.
-        path: of the URL.
-        headers: with lower-case names; the length of the body is set here.
-        body: of the request.
+        path: path of the URL.
+        headers: headers with lower-case names; content-length is added.
+        body: body of the request.
+
+    Returns:
+        Status, headers and body of the response.
     """
     status, answered, parts = 500, dict[bytes, bytes](), list[bytes]()
 
@@ -39,16 +42,16 @@ async def post(
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": with_length(headers, len(body)),
+        "headers": with_content_length(headers, len(body)),
         "client": None,
         "server": None,
     }
-    await app(scope, replayed(body, _never), send)
+    await app(scope, replay_body(body, _never), send)
     return status, answered, b"".join(parts)
 
 
-def replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives a request body which was read before, then what `receive` gives."""
+def replay_body(body: bytes, receive: Receive) -> Receive:
+    """An ASGI `receive` that returns `body` first, then the messages of `receive`."""
     given = False
 
     async def again() -> Message:
@@ -65,7 +68,7 @@ async def _never() -> Message:
     return await asyncio.Future[Message]()
 
 
-def with_length(headers: Headers, length: int) -> Headers:
-    """Headers that give this length of the body, in bytes."""
+def with_content_length(headers: Headers, length: int) -> Headers:
+    """The headers with content-length set to `length` bytes."""
     kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
     return [*kept, (b"content-length", str(length).encode())]

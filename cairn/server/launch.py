@@ -1,5 +1,4 @@
-"""Starts a server from a model folder and options, and runs it until it is stopped or its engine
-ends."""
+"""Runs a server for a model folder until a signal stops it or its engine ends."""
 
 from __future__ import annotations
 
@@ -28,12 +27,12 @@ from cairn.obs.log import get_logger
 from cairn.obs.trace import Tracer
 from cairn.server.admin import create_admin_app
 from cairn.server.app import create_app
-from cairn.server.hosts import HostCheck, is_loopback
+from cairn.server.host_header import HostCheck, is_loopback
 from cairn.server.limits import MAX_HEADER_BYTES, BoundedProtocol
 from cairn.server.loading import close, load, new_state
 from cairn.server.middleware import wrap
 from cairn.server.options import ServerOptions
-from cairn.server.report import Report, Say
+from cairn.server.startup_report import Say, StartupReport
 from cairn.specs.nodes import Nodes, resolve_nodes
 
 log = get_logger(__name__)
@@ -41,9 +40,9 @@ log = get_logger(__name__)
 LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
-"""Longer than load balancers keep an idle connection: they close it before this side does."""
+"""Keep-alive timeout, longer than that of load balancers, so that they close idle connections."""
 OPEN_FILES = 65536
-"""Every connection is one; the usual soft limit of 1,024 is soon reached."""
+"""Limit of open files to request: each connection uses one, and the usual soft limit is 1,024."""
 LAST_WORDS_SECONDS = 0.5
 """Seconds for open streams to send an error after the engine has ended, and for requests that were
 on their way."""
@@ -54,25 +53,25 @@ POLL_SECONDS = 0.05
 def serve(model: Path, engine: EngineOptions, options: ServerOptions, say: Say) -> int:
     """Run a server until SIGTERM or SIGINT.
 
-    The ports are bound before the model loads: a busy one fails at once, and load balancers get
-    answers from /health and /ready all the time. The first signal lets running requests finish
-    while new ones get 503; a second one ends everything at once.
+    The ports are bound before the model loads, so that a port in use is an immediate error and
+    load balancers can call /health and /ready while the model loads. After the first signal
+    running requests finish and new ones get 503; a second signal stops at once.
 
     Args:
         model: the model folder.
         engine: options of the engine.
         options: options of the server.
-        say: shows one line of the start-up at once.
+        say: prints a line about the start-up.
 
     Returns:
-        The exit code: 0 when every request could finish, 1 when the time for that was up, 128 and
-        the signal's number when a second one came.
+        The exit code: 0 if all requests finished, 1 after the shutdown timeout, 128 plus the
+        signal's number after a second signal.
 
     Raises:
         BadModel, BadConfig, OutOfMemory: the server cannot start.
-        EngineDead: the engine ended while it served.
+        EngineDead: the engine stopped while serving.
     """
-    # Errors in config files are reported before anything large is loaded.
+    # Report errors in config files before loading anything large.
     load_spec(model)
     if engine.load_format != "random":
         read_headers(model)
@@ -88,18 +87,20 @@ def serve(model: Path, engine: EngineOptions, options: ServerOptions, say: Say) 
         _serve_node(nodes, options, say)
         return 0
     with _listening(options) as sockets, contextlib.closing(Tracer(options.trace)) as tracer:
-        return asyncio.run(_Life(model, engine, options, tracer, Report(say)).run(sockets))
+        return asyncio.run(
+            _ServerRun(model, engine, options, tracer, StartupReport(say)).run(sockets)
+        )
 
 
 def _serve_node(nodes: Nodes, options: ServerOptions, say: Say) -> None:
-    """Run the ranks of a node above 0, which answers /health alone; see `serve_node`."""
+    """Run the ranks of a node above 0, which serves only /health; see `serve_node`."""
     from cairn.engine.node import serve_node
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     if nodes.launched:
-        # Several torchrun processes share a host: none of them takes the port for /health.
+        # torchrun starts several processes per host, which cannot share a port for /health.
         serve_node(nodes, None, stop, say)
         return
     with _bound(options.host, options.port, "--port") as listener:
@@ -107,15 +108,15 @@ def _serve_node(nodes: Nodes, options: ServerOptions, say: Say) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone: what they mean is decided once, for both ports and the engine."""
+    """uvicorn's server without signal handlers: `_ServerRun` handles signals for all servers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-class _Life:
-    """One server from its start to its end."""
+class _ServerRun:
+    """One run of the server, from start to shutdown."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class _Life:
         engine: EngineOptions,
         options: ServerOptions,
         tracer: Tracer,
-        report: Report,
+        report: StartupReport,
     ) -> None:
         self._model = model
         self._report = report
@@ -135,7 +136,10 @@ class _Life:
         self._servers: dict[_Server, asyncio.Task[Any]] = {}
 
     async def run(self, sockets: Sequence[socket.socket]) -> int:
-        """Serve on the given sockets, the API's and perhaps the admin routes'; see `serve`."""
+        """Serve on the sockets of the API and, if there is a second one, the admin routes.
+
+        Returns the exit code, see `serve`.
+        """
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -181,7 +185,7 @@ class _Life:
     async def _load(self) -> None:
         await load(self._state, self._model, self._report.phase)
         self._report.loaded(self._client.info, self._state.sampling_defaults)
-        # Exclude loaded objects from garbage collection.
+        # Garbage collections skip the objects of the loaded server.
         gc.collect()
         gc.freeze()
         self._state.loaded = True
@@ -195,12 +199,12 @@ class _Life:
         raise error
 
     async def _listeners_ended(self) -> None:
-        """Raise what ended a listener; none ends by itself."""
+        """Raise the exception that ended a listener. Listeners do not end otherwise."""
         ended, _ = await asyncio.wait(self._servers.values(), return_when=asyncio.FIRST_COMPLETED)
         ended.pop().result()
 
     async def _drain(self) -> int:
-        """Let running requests finish; returns the exit code."""
+        """Wait for running requests. Returns the exit code."""
         state, seconds = self._state, self._state.options.shutdown_timeout
         state.draining = True
         self._report.stopping(state.open_requests, seconds)
@@ -212,14 +216,13 @@ class _Life:
         return 0
 
     async def _idle(self, seconds: float) -> None:
-        """Wait until no request is open, at most this long."""
+        """Wait until no request is open, at most `seconds`."""
         deadline = time.monotonic() + seconds
         while self._state.open_requests and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _end(self) -> None:
-        """Shut everything down: the engine first, so that open streams send an error to their
-        clients."""
+        """Shut down. The engine goes first, so that open streams can send an error."""
         at_once = self._stop_now.is_set()
         await self._client.stop(0.0 if at_once else STOP_SECONDS)
         for listener in [each for server in self._servers for each in server.servers]:
@@ -235,8 +238,10 @@ class _Life:
 
 
 async def _unless(event: asyncio.Event, *works: Coroutine[Any, Any, None]) -> bool:
-    """Run until the first of `works` ends (True; what it raises is raised) or the event comes
-    (False); what still runs then is cancelled."""
+    """Run `works` until the first of them ends or the event is set, then cancel the others.
+
+    Returns True if one of them ended, whose exception is raised, and False for the event.
+    """
     stopped = asyncio.create_task(event.wait())
     tasks = [asyncio.create_task(work) for work in works]
     try:
@@ -254,7 +259,7 @@ async def _unless(event: asyncio.Event, *works: Coroutine[Any, Any, None]) -> bo
 
 @contextlib.contextmanager
 def _listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
-    """The API's listening socket and, where there is one, that of the admin routes."""
+    """Context manager: the listening sockets of the API and, unless disabled, the admin routes."""
     with contextlib.ExitStack() as stack:
         api = stack.enter_context(_bound(options.host, options.port, "--port"))
         sockets = [api]
@@ -268,10 +273,10 @@ def _listening(options: ServerOptions) -> Iterator[list[socket.socket]]:
 
 
 def _bound(host: str, port: int, option: str) -> socket.socket:
-    """A socket that listens already: of two servers with the same port, the second fails here.
+    """A listening socket.
 
     Raises:
-        BadConfig: with the remedy.
+        BadConfig: the address cannot be bound; the hint names the option to change.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -300,7 +305,7 @@ def _bound(host: str, port: int, option: str) -> socket.socket:
 
 
 def _warn_of_open_port(options: ServerOptions, listener: socket.socket) -> None:
-    """Log a warning when other machines can use the API without a key."""
+    """Log a warning if other machines can use the API without a key."""
     address = listener.getsockname()[0]
     if not options.api_keys and not is_loopback(address):
         log.warning(

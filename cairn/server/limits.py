@@ -15,16 +15,16 @@ from starlette.types import Receive, Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.server.encodings import decoded, decoders
-from cairn.server.in_process import replayed
+from cairn.server.in_process import replay_body
 from cairn.server.options import ServerOptions
 
 BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 HEADER_SECONDS = 30.0
-"""A connection that has not sent a whole request head by then is closed."""
+"""Time limit for the request head, after which the connection is closed."""
 MAX_HEADER_BYTES = 64 * 1024
 MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
-    # Checked before UTF-16, whose mark is a prefix of it.
+    # Before UTF-16, whose byte order mark is a prefix of this one.
     (codecs.BOM_UTF32_LE, "utf-32-le"),
     (codecs.BOM_UTF32_BE, "utf-32-be"),
     (codecs.BOM_UTF16_LE, "utf-16-le"),
@@ -32,7 +32,7 @@ MARKS = (
 )
 """Byte order marks and their encodings."""
 DEPTH_WINDOW = 1 << 20
-"""Bytes whose nesting is counted at once."""
+"""Bytes of a body that are processed at a time to count nesting, to bound memory."""
 
 
 def check_headers(headers: Headers, options: ServerOptions) -> None:
@@ -45,13 +45,15 @@ def check_headers(headers: Headers, options: ServerOptions) -> None:
 
 
 async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> Receive:
-    """Read a request's body within the bounds; returns a `receive` that gives it again.
+    """Read and check the body of a request.
+
+    Returns:
+        An ASGI `receive` that returns the decompressed body in UTF-8.
 
     Raises:
-        HTTPException: 413 too long (at the first byte too many), 408 too slow, 400 nested too
-            deeply or not what its Content-Encoding or its byte order mark says, 415 an unknown
-            Content-Encoding.
-        ClientDisconnect: the client went away.
+        HTTPException: 413 if the body is too long, 408 if it takes too long to arrive, 400 if it is
+            nested too deeply or cannot be decoded, 415 for an unknown Content-Encoding.
+        ClientDisconnect: the client has disconnected.
     """
     if scope["method"] in BODILESS:
         return receive
@@ -83,11 +85,11 @@ async def read_body(scope: Scope, receive: Receive, options: ServerOptions) -> R
     depth = options.max_json_depth
     if nested_deeper(body, depth):
         raise HTTPException(400, f"the request body is nested more than {depth} levels deep")
-    return replayed(body, receive)
+    return replay_body(body, receive)
 
 
 def _as_utf8(body: bytes) -> bytes:
-    """A body in UTF-8, without its byte order mark, which gives its encoding."""
+    """Convert a body with a byte order mark to UTF-8 without one."""
     for mark, encoding in MARKS:
         if body.startswith(mark):
             try:
@@ -101,14 +103,14 @@ def _as_utf8(body: bytes) -> bytes:
 
 
 def nested_deeper(body: bytes, depth: int) -> bool:
-    """Whether JSON text opens more than `depth` brackets at once, strings left out.
+    """Whether JSON text nests brackets deeper than `depth`; brackets in strings do not count.
 
-    Linear in the body's length, without recursion, and without looking closer at a body that has
-    few brackets at all.
+    Linear in the length of the body and without recursion.
     """
     if body.count(b"[") + body.count(b"{") <= depth:
         return False
-    # An escaped quote ends no string; escaped backslashes go first, for they escape nothing.
+    # Remove escaped quotes, which do not end a string. Escaped backslashes first: a quote behind
+    # one is not escaped.
     plain = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     quotes, level = 0, 0
     for start in range(0, len(plain), DEPTH_WINDOW):
@@ -125,22 +127,22 @@ def nested_deeper(body: bytes, depth: int) -> bool:
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which also closes connections that never finish a request's head."""
+    """uvicorn's HTTP/1.1 protocol with a time limit for the request head."""
 
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected."""
+        """Start the timer of the first request head."""
         super().connection_made(transport)
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come; the clock of an unfinished head goes on."""
+        """Process received bytes; start or stop the timer of the head."""
         super().data_received(data)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Stop the timer."""
         super().connection_lost(exc)
         self._forget_head()
 
@@ -161,5 +163,5 @@ def _too_long(size: str, limit: int) -> HTTPException:
 
 
 def _last(status: int, detail: str) -> HTTPException:
-    """An error that closes the connection: the rest of the request body is not read."""
+    """An error that also closes the connection, because the rest of the body is not read."""
     return HTTPException(status, detail, {"Connection": "close"})

@@ -1,4 +1,4 @@
-"""A server's state from a model folder: made at once, loaded while the engine starts."""
+"""Creates the state of a server, and loads its engine and tokenizer."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def new_state(
     tracer: Tracer,
     listener: int | None = None,
 ) -> ServerState:
-    """The state of a server that has loaded nothing yet; `listener` is for its `EngineClient`.
+    """The state of a server before its model is loaded; `listener` is passed to its `EngineClient`.
 
-    Raises BadModel for a generation_config.json that cannot be read.
+    Raises BadModel for an invalid generation_config.json.
     """
     client = new_client(model, engine, options, listener)
     name, *aliases = options.served_model_names or (model.resolve().name,)
@@ -60,7 +60,7 @@ def new_client(
     options: ServerOptions,
     listener: int | None = None,
 ) -> Engine:
-    """An engine that has not been started, or as many replicas as the options say."""
+    """The client of an engine, or of `data_parallel_size` replicas, not started."""
     replicas, meeting = options.data_parallel_size, None
     if replicas > 1 and engine.enable_expert_parallel:
         meeting = Path(tempfile.mkdtemp(prefix="cairn-"))
@@ -82,7 +82,7 @@ def new_client(
 
 
 def view_of(client: EngineClient) -> EngineView:
-    """What metrics show of an engine."""
+    """The engine's part of a metrics scrape."""
     if not client.serving:
         return EngineView({}, client.phases)
     totals = {**msgspec.structs.asdict(client.stats), "step_age": client.step_age}
@@ -90,9 +90,14 @@ def view_of(client: EngineClient) -> EngineView:
 
 
 async def load(state: ServerState, model: Path, on_phase: Callable[[str, float], None]) -> None:
-    """Start the engine and read the tokenizer. `state.loaded` is left to the caller.
+    """Start the engine and read the tokenizer. The caller sets `state.loaded`.
 
-    Raises what the engine's start raises.
+    Args:
+        state: the state to fill.
+        model: the model folder.
+        on_phase: called with the name and the seconds of each phase of the start-up.
+
+    Raises the errors of the engine's start.
     """
     starting = state.client.start(on_phase=on_phase)
     state.tokenizer, _ = await asyncio.gather(_tokenizer(state, model), starting)
@@ -104,7 +109,7 @@ async def load(state: ServerState, model: Path, on_phase: Callable[[str, float],
 
 
 def close(state: ServerState) -> None:
-    """End the workers. The engine is stopped by its client."""
+    """Stop the worker processes. The engine is stopped through its client."""
     state.grammars.close()
     state.templates.close()
     if state.media is not None:

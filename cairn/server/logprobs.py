@@ -1,4 +1,4 @@
-"""Log-probabilities of the engine in the shapes of the two endpoints."""
+"""Converts the engine's log-probabilities to the formats of the chat and completions APIs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent, as in OpenAI's API."""
 
 
-def value_of(position: Position, token: int) -> float:
-    """Log-probability of the token that stands at a position."""
+def chosen_logprob(position: Position, token: int) -> float:
+    """Log-probability of `token` at a position."""
     return max(position.values[position.ids.index(token)], LOWEST)
 
 
 def best(position: Position, count: int) -> list[tuple[int, float]]:
-    """The `count` most likely tokens of a position with their log-probabilities."""
+    """The `count` most likely tokens at a position, each with its log-probability."""
     entries = zip(position.ids, position.values, position.ranks, strict=True)
     return [(token, max(value, LOWEST)) for token, value, rank in entries if rank <= count]
 
@@ -38,12 +38,19 @@ def chat_logprobs(
     tokenizer: Tokenizer,
     by_id: bool = False,
 ) -> ChatLogprobs:
-    """Entries of a chat choice, each with `count` alternatives; `by_id`: tokens are named by their
-    ids."""
+    """The `logprobs` of a chat choice.
+
+    Args:
+        tokens: generated token ids.
+        positions: log-probabilities at each of them.
+        count: number of alternatives to report per token.
+        tokenizer: spells tokens.
+        by_id: name tokens by id, as `token_id:5`.
+    """
     content = []
     for token, position in zip(tokens, positions, strict=True):
         top = [_alternative(tokenizer, *pair, by_id) for pair in best(position, count)]
-        chosen = _alternative(tokenizer, token, value_of(position, token), by_id)
+        chosen = _alternative(tokenizer, token, chosen_logprob(position, token), by_id)
         content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
     return ChatLogprobs(content)
 
@@ -57,7 +64,10 @@ def _alternative(tokenizer: Tokenizer, token: int, value: float, by_id: bool) ->
 def prompt_scores(
     tokens: Sequence[int], parts: Sequence[Positions], count: int, tokenizer: Tokenizer | None
 ) -> list[PromptScore]:
-    """Scores of a prompt's tokens in vLLM's form: `count` most likely ones and the token itself."""
+    """The `prompt_logprobs` of a response, in vLLM's format.
+
+    Each entry has the `count` most likely tokens and the prompt's own token.
+    """
     scores: list[PromptScore] = [None]
     for token, position in zip(tokens[1:], chain.from_iterable(parts), strict=True):
         entries = zip(position.ids, position.values, position.ranks, strict=True)
@@ -74,15 +84,15 @@ def prompt_scores(
 
 
 class LegacyLogprobs:
-    """The four lists of a completion, text by text: they know where in the text they are.
+    """Converts log-probabilities to the four lists of a completion, and tracks text offsets.
 
     Args:
-        tokenizer: None names tokens by their ids.
-        prompt: ids before the text.
-        begin: index of the text's first character.
-        count: most likely tokens to report beside the one that stands there.
-        by_id: tokens are named by their ids all the same.
-        special: the text shows special tokens.
+        tokenizer: spells tokens; None names them by id.
+        prompt: token ids before the text.
+        begin: offset of the text's first character.
+        count: number of alternatives to report per token.
+        by_id: name tokens by id although there is a tokenizer.
+        special: the text includes special tokens.
     """
 
     def __init__(
@@ -104,7 +114,7 @@ class LegacyLogprobs:
     def take(
         self, tokens: Sequence[int], positions: Sequence[Position | None]
     ) -> CompletionLogprobs:
-        """Entries of the next tokens; a position without numbers gets nulls."""
+        """The lists for the next tokens. A position of None becomes null."""
         lists = CompletionLogprobs([], [], [], [])
         for token, position in zip(tokens, positions, strict=True):
             lists.tokens.append(self._name(token))
@@ -113,7 +123,7 @@ class LegacyLogprobs:
                 lists.token_logprobs.append(None)
                 lists.top_logprobs.append(None)
             else:
-                lists.token_logprobs.append(value_of(position, token))
+                lists.token_logprobs.append(chosen_logprob(position, token))
                 lists.top_logprobs.append(self._top(position, token))
             if self._detokenizer is not None:
                 self._at += len(self._detokenizer.push(token))
@@ -121,9 +131,12 @@ class LegacyLogprobs:
 
     def _top(self, position: Position, token: int) -> dict[str, float]:
         top: dict[str, float] = {}
-        for other, value in (*best(position, self._count), (token, value_of(position, token))):
+        for other, value in (
+            *best(position, self._count),
+            (token, chosen_logprob(position, token)),
+        ):
             name = self._name(other)
-            # Two ids may decode to the same text; report the likelier one.
+            # If two ids decode to the same text, report the likelier one.
             top[name] = max(value, top.get(name, LOWEST))
         return top
 
@@ -139,6 +152,6 @@ def _name(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def joined_ids(parts: Sequence[Any]) -> list[int] | UnsetType:
-    """Token ids of a choice from those of its parts."""
+    """Concatenate the token ids of a choice's parts; UNSET if they have none."""
     lists = [part.token_ids for part in parts if part.token_ids is not UNSET]
     return [int(token) for ids in lists for token in ids] if lists else UNSET

@@ -1,4 +1,5 @@
-"""Images and videos of requests: fetched in a thread, decoded in processes that can be ended."""
+"""Images and videos of requests: fetched in threads, decoded in worker processes with time
+limits."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ WORKERS = 2
 SECONDS = 10.0
 MEMORY = 2 << 30
 MAX_WAITING = 64
-"""Requests whose images are read at once, or wait for it."""
+"""Maximum number of requests whose images are being read or wait for it."""
 MAX_HELD = 4 << 30
-"""Bytes of the pixels of all requests that have not ended."""
+"""Maximum bytes of decoded pixels of all unfinished requests."""
 
 
 class ChatPrompt(NamedTuple):
-    """A conversation as the engine takes it.
+    """An encoded conversation.
 
     Attributes:
-        ids: its tokens.
-        media: its images and videos; None: it is text.
+        ids: its token ids.
+        media: its images and videos; None if there are none.
     """
 
     ids: Sequence[int]
@@ -41,13 +42,13 @@ class ChatPrompt(NamedTuple):
 
 
 class MediaPreparer:
-    """Reads the images of requests.
+    """Decodes the images and videos of requests in worker processes.
 
-    A worker process that takes too long over one ends and is replaced.
+    A worker that exceeds its time limit is replaced.
 
     Args:
-        reader: of the model.
-        longest: tokens that prompts may have.
+        reader: the model's image reader.
+        longest: maximum prompt length in tokens.
     """
 
     def __init__(self, reader: MediaReader, longest: int) -> None:
@@ -65,11 +66,11 @@ class MediaPreparer:
             )
 
     async def placed(self, ids: Sequence[int], given: Sequence[Given]) -> ChatPrompt:
-        """A prompt's ids with all placeholders, and what they stand for.
+        """Expand the placeholders of a prompt to one token per image embedding.
 
         Raises:
-            BadRequest: an image that cannot be read, or has no place in the prompt.
-            TooLong: images that no prompt holds.
+            BadRequest: an image cannot be read, or the prompt has no placeholder for it.
+            TooLong: the images exceed the maximum prompt length.
             Busy: too many requests wait.
         """
         if not given:
@@ -91,7 +92,7 @@ class MediaPreparer:
             raise
         finally:
             self._waiting -= 1
-        # The request keeps `media` alive until it has ended.
+        # The request holds a reference to `media` until it ends.
         weakref.finalize(media, self._release, sum(len(item.pixels) for item in media.items))
         return ChatPrompt(ids, media)
 
@@ -133,6 +134,6 @@ class MediaPreparer:
         return answer.item
 
     def close(self) -> None:
-        """End the workers. What waits fails."""
+        """Stop the workers. Waiting requests fail."""
         if self._pool is not None:
             self._pool.close()

@@ -1,8 +1,8 @@
-"""Decodes and resizes images, as a process of its own: image files come from anyone.
+"""Worker process that decodes and resizes images, isolated because image files are untrusted.
 
-`python -m cairn.server.media_worker SECONDS BYTES` is run by `cairn.server.media`. The first
-message says how images enter prompts, each of the others is an image or the frames of a video. A
-file that takes more than SECONDS or that much memory may end the process.
+Started by `MediaPreparer` as `python -m cairn.server.media_worker SECONDS BYTES`. The first message
+is a Setting, each further one is Files: an image or the frames of a video. A file that exceeds the
+time or the memory ends the process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cairn.specs.vision import IMAGE, MediaSpec
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """How images enter prompts."""
+    """How the model's images are resized and encoded."""
 
     media: MediaSpec
     limits: MediaLimits
 
 
 class Files(msgspec.Struct, frozen=True):
-    """An image, or a video's frames, as files."""
+    """The encoded files of an image, or of the frames of a video."""
 
     modality: str
     data: list[bytes]
@@ -35,7 +35,7 @@ class Files(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Why an item cannot be read, and what to do."""
+    """The message and hint of the error for an item that cannot be read."""
 
     message: str
     hint: str | None
@@ -51,7 +51,7 @@ Answer = Refused | Made
 
 
 def begin(first: bytes) -> Work:
-    """The function that prepares the items of a message."""
+    """Decode the Setting. Returns the function that prepares the item of a message."""
     setting = msgspec.msgpack.decode(first, type=Setting)
 
     def work(message: bytes) -> bytes:

@@ -1,9 +1,9 @@
-"""/v1/messages: Anthropic's Messages API, translated to a chat and back."""
+"""/v1/messages: Anthropic's Messages API, translated to chat requests and back."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,11 +14,17 @@ from starlette.routing import Route
 
 from cairn.errors import CairnError
 from cairn.obs.metrics import Track
-from cairn.server.chat import encode_chat, prepared, shown_tools
-from cairn.server.chat_output import ChatShape, joined
+from cairn.server.chat import encode_chat, prepared, template_tools
+from cairn.server.chat_output import ChatResponseBuilder, joined
+from cairn.server.chat_translation import (
+    chat_request,
+    content_of,
+    image_part,
+    message,
+    text_part,
+)
 from cairn.server.errors import body_of
 from cairn.server.generation import Generation, answer, parts_of
-from cairn.server.intake import read_request, tokenizer_of
 from cairn.server.protocol.chat import ChatChoice, ChatChunkChoice, ChatRequest
 from cairn.server.protocol.common import Usage
 from cairn.server.protocol.messages import (
@@ -28,9 +34,6 @@ from cairn.server.protocol.messages import (
     AutoChoice,
     CountRequest,
     ImageBlock,
-    MadeText,
-    MadeThinking,
-    MadeToolUse,
     MessageEvent,
     MessageResponse,
     MessagesRequest,
@@ -40,24 +43,20 @@ from cairn.server.protocol.messages import (
     SystemBlock,
     SystemTurn,
     TextBlock,
+    TextContent,
     ThinkingBlock,
+    ThinkingContent,
     TokenCount,
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
+    ToolUseContent,
     Turn,
     UserTurn,
 )
+from cairn.server.request_body import read_request, tokenizer_of
 from cairn.server.sse import EventStream
 from cairn.server.state import ServerState
-from cairn.server.translated import (
-    Content,
-    chat_request,
-    content_of,
-    image_part,
-    message,
-    text_part,
-)
 
 PASSED_ON = (
     "max_tokens",
@@ -73,12 +72,12 @@ STOP_REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "to
 
 
 async def create_message(request: Request) -> Response:
-    """POST /v1/messages. Raises CairnError for what cannot be served."""
+    """POST /v1/messages. Raises CairnError for a request that cannot be served."""
     state: ServerState = request.app.state.server
     track = state.metrics.track(request.url.path)
     given = await read_request(request, MessagesRequest)
-    work, shape = await prepared(request, chat_of(given))
-    message = MessageShape(shape)
+    work, builder = await prepared(request, chat_of(given))
+    message = MessageResponseBuilder(builder)
     if not given.stream:
         return await answer(request, work, message, track, None)
     generation = Generation(state.client, work, message.head.id)
@@ -87,22 +86,22 @@ async def create_message(request: Request) -> Response:
 
 
 async def count_tokens(request: Request) -> Response:
-    """POST /v1/messages/count_tokens. Raises BadRequest for a conversation that is none."""
+    """POST /v1/messages/count_tokens. Raises BadRequest for an invalid conversation."""
     state: ServerState = request.app.state.server
     asked = chat_of(await read_request(request, CountRequest))
     tokenizer = tokenizer_of(state, "a chat")
-    tools = shown_tools(asked.tools or [])
+    tools = template_tools(asked.tools or [])
     chat = await encode_chat(request, tokenizer, asked, tools)
     return Response(msgspec.json.encode(TokenCount(len(chat.ids))), media_type="application/json")
 
 
 def chat_of(given: CountRequest) -> ChatRequest:
-    """The chat request that asks for the same.
+    """The equivalent chat request.
 
     Raises:
-        BadRequest: a message that no chat can hold.
+        BadRequest: a message that a chat request cannot express.
     """
-    messages = [] if given.system is None else [message("system", _content(given.system))]
+    messages = [] if given.system is None else [message("system", content_of(given.system, _part))]
     for turn in given.messages:
         messages += _turn(turn)
     body: dict[str, Any] = {"messages": messages}
@@ -154,7 +153,7 @@ def _choice(choice: AnthropicChoice) -> dict[str, Any]:
 
 
 def _turn(turn: Turn) -> Iterator[dict[str, Any]]:
-    """A turn as messages of a chat: results of tools are messages of their own."""
+    """The chat messages of a turn. Tool results become separate messages."""
     role = {SystemTurn: "system", UserTurn: "user", AssistantTurn: "assistant"}[type(turn)]
     if isinstance(turn.content, str):
         yield message(role, turn.content)
@@ -173,10 +172,10 @@ def _turn(turn: Turn) -> Iterator[dict[str, Any]]:
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case ToolResultBlock():
-                answer = message("tool", _content(block.content or ""))
+                answer = message("tool", content_of(block.content or "", _part))
                 yield answer | {"tool_call_id": block.tool_use_id}
                 results += 1
-    said = message(role, _content(texts))
+    said = message(role, content_of(texts, _part))
     if thoughts:
         said["reasoning_content"] = "\n".join(thoughts)
     if calls:
@@ -185,44 +184,38 @@ def _turn(turn: Turn) -> Iterator[dict[str, Any]]:
         yield said
 
 
-def _content(content: str | Sequence[TextBlock | SystemBlock | ImageBlock]) -> Content:
-    if isinstance(content, str):
-        return content
-    return content_of([_part(block) for block in content])
-
-
 def _part(block: TextBlock | SystemBlock | ImageBlock) -> dict[str, Any]:
     if isinstance(block, ImageBlock):
         return image_part(block.source.as_url)
     return text_part(block.text)
 
 
-class MessageShape:
-    """Answers of /v1/messages, made of a chat's.
+class MessageResponseBuilder:
+    """Builds responses of /v1/messages from those of a chat.
 
     Args:
-        chat: writes the chat's answer.
+        chat: builds the chat's response.
     """
 
-    def __init__(self, chat: ChatShape) -> None:
+    def __init__(self, chat: ChatResponseBuilder) -> None:
         self.head = chat.head
         self.push = chat.push
         self.over = chat.over
         self.chunk = chat.chunk
 
     def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> MessageResponse:
-        """See Shape."""
+        """See ResponseBuilder."""
         choice = joined(parts[0])
         return self.message(_blocks(choice), usage, *_ending(choice))
 
     def message(
         self,
-        content: list[MadeThinking | MadeText | MadeToolUse],
+        content: list[ThinkingContent | TextContent | ToolUseContent],
         usage: Usage,
         reason: StopReason | None = None,
         sequence: str | None = None,
     ) -> MessageResponse:
-        """The message so far."""
+        """The response with this content."""
         return MessageResponse(
             id=self.head.id.replace("chatcmpl", "msg"),
             model=self.head.model,
@@ -233,13 +226,13 @@ class MessageShape:
         )
 
 
-def _blocks(choice: ChatChoice) -> list[MadeThinking | MadeText | MadeToolUse]:
+def _blocks(choice: ChatChoice) -> list[ThinkingContent | TextContent | ToolUseContent]:
     message = choice.message
-    content: list[MadeThinking | MadeText | MadeToolUse] = []
+    content: list[ThinkingContent | TextContent | ToolUseContent] = []
     if message.reasoning_content:
-        content.append(MadeThinking(message.reasoning_content))
+        content.append(ThinkingContent(message.reasoning_content))
     if message.content:
-        content.append(MadeText(message.content))
+        content.append(TextContent(message.content))
     for call in message.tool_calls or ():
         written = call.function.arguments
         try:
@@ -248,12 +241,12 @@ def _blocks(choice: ChatChoice) -> list[MadeThinking | MadeText | MadeToolUse]:
                 raise ValueError("no object")
         except ValueError:
             given = {} if choice.finish_reason == "length" else {"arguments": written}
-        content.append(MadeToolUse(call.id, call.function.name, given))
+        content.append(ToolUseContent(call.id, call.function.name, given))
     return content
 
 
 def _ending(choice: ChatChoice | ChatChunkChoice) -> tuple[StopReason, str | None]:
-    """stop_reason and stop_sequence."""
+    """The stop_reason and stop_sequence of a choice."""
     if choice.finish_reason == "stop" and isinstance(choice.stop_reason, str):
         return "stop_sequence", choice.stop_reason
     return STOP_REASONS.get(choice.finish_reason or "", "end_turn"), None
@@ -265,16 +258,16 @@ def _usage(usage: Usage) -> MessageUsage:
 
 
 async def _events(
-    generation: Generation, shape: MessageShape, track: Track
+    generation: Generation, builder: MessageResponseBuilder, track: Track
 ) -> AsyncGenerator[bytes, None]:
     blocks = _Blocks()
     begun = False
     try:
-        async with aclosing(parts_of(generation, shape, track)) as run:
+        async with aclosing(parts_of(generation, builder, track)) as run:
             async for part in run:
                 if not begun:
                     begun = True
-                    yield _event("message_start", message=shape.message([], generation.usage))
+                    yield _event("message_start", message=builder.message([], generation.usage))
                 for event in blocks.take(part):
                     yield event
                 if part.finish_reason is not None:
@@ -290,14 +283,14 @@ async def _events(
 
 
 class _Blocks:
-    """The blocks of a stream: texts and calls, one after the other."""
+    """Converts the parts of a chat's stream to content block events, one open block at a time."""
 
     def __init__(self) -> None:
         self._index = -1
         self._open = ""
 
     def take(self, part: ChatChunkChoice) -> Iterator[bytes]:
-        """Events for what a part adds."""
+        """Yield the events for a part."""
         if part.delta.reasoning_content:
             if self._open != "thinking":
                 yield from self._begin("thinking", thinking="", signature="")

@@ -1,4 +1,4 @@
-"""Middleware of all routes: request id, Host header, API key, limits, access log."""
+"""Middleware of all routes: request id, access log, Host header, API key, limits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from cairn.obs import log
 from cairn.obs.trace import Tracer
 from cairn.server import auth, limits
 from cairn.server.errors import CLIENT_GONE, error_response
-from cairn.server.hosts import HostCheck
+from cairn.server.host_header import HostCheck
 from cairn.server.state import ServerState
 
 access = logging.getLogger("cairn.access")
 
 OPERATIONS = frozenset({"/health", "/ready", "/metrics"})
-"""Routes that are answered in every state, without a trace span or a log line."""
+"""Routes that are served in every state, without a trace span and with a debug-level log line."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 NO_TRACER = Tracer()
 ANY_HOST = HostCheck()
@@ -35,16 +35,16 @@ REQUEST_ID = re.compile(r"[!-~]{1,128}")
 def wrap(
     app: ASGIApp, state: ServerState, hosts: HostCheck = ANY_HOST, origins: Sequence[str] = ()
 ) -> ASGIApp:
-    """The app behind everything that holds for all routes. Plain ASGI: streams pass unbuffered.
+    """Wrap an application in the middleware. It is plain ASGI, so streams are not buffered.
 
     Args:
-        app: the routes.
-        state: of the server.
-        hosts: the names under which it answers.
-        origins: whose pages may ask from a browser ("*": all). Their preflights need no key, since
-            browsers send none.
+        app: the application with the routes.
+        state: state of the server.
+        hosts: check of the Host header.
+        origins: origins that CORS allows ("*" for all). Their preflight requests need no API key,
+            because browsers cannot send one.
     """
-    guarded: ASGIApp = _Guarded(app, state, hosts)
+    guarded: ASGIApp = _RequestGuard(app, state, hosts)
     if origins:
         guarded = CORSMiddleware(
             guarded,
@@ -54,12 +54,14 @@ def wrap(
             allow_private_network=True,
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    return _Slashless(_Observed(guarded, state), state.options.root_path)
+    return _PathNormalizer(_RequestLogger(guarded, state), state.options.root_path)
 
 
-class _Slashless:
-    """A path means the same with a slash at its end: no redirect, whose address would be wrong
-    behind a proxy. It also means the same behind the path that a proxy has before it."""
+class _PathNormalizer:
+    """Removes a trailing slash and the root path of a proxy from the request's path.
+
+    A redirect instead would have a wrong address behind a proxy.
+    """
 
     def __init__(self, app: ASGIApp, root: str = "") -> None:
         self._app = app
@@ -82,8 +84,8 @@ class _Answer:
     size: int = 0
 
 
-class _Observed:
-    """Request id, span, metrics and access log."""
+class _RequestLogger:
+    """Sets the request id, and records the trace span, metrics and access log of a request."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
@@ -136,7 +138,7 @@ class _Observed:
         if not access.isEnabledFor(level):
             return
         client = scope.get("client") or ("-",)
-        # The raw path: no character of it can begin a new line or colour a terminal.
+        # The percent-encoded path cannot contain line breaks or terminal escapes.
         path = scope.get("raw_path", b"").decode("ascii", "replace")
         fields = {
             "client": client[0],
@@ -150,8 +152,8 @@ class _Observed:
         access.log(level, text, *fields.values(), extra={"fields": fields})
 
 
-class _Guarded:
-    """Refuses requests that must not reach a handler, and counts the others."""
+class _RequestGuard:
+    """Refuses requests with a wrong Host, key, header or body, and counts the open ones."""
 
     def __init__(self, app: ASGIApp, state: ServerState, hosts: HostCheck) -> None:
         self._app = app
@@ -164,7 +166,7 @@ class _Guarded:
             self._hosts.check(path, headers)
             auth.check_key(path, headers, state.options.api_keys)
             limits.check_headers(headers, state.options)
-            # The chat page is served while the model loads, and says so.
+            # The chat page is served while the model loads, and shows that it loads.
             if path in OPERATIONS or path in auth.PAGE_PATHS:
                 await self._app(scope, receive, send)
                 return
@@ -180,7 +182,7 @@ class _Guarded:
             await answer(scope, receive, send)
 
     def _check_open(self) -> None:
-        """Raise HTTPException (503) unless requests are taken."""
+        """Raise HTTPException (503) while the model loads or the server shuts down."""
         if self._state.draining:
             raise HTTPException(503, "the server is shutting down", {"Retry-After": "5"})
         if not self._state.loaded:
@@ -188,6 +190,6 @@ class _Guarded:
 
 
 def _route(scope: Scope) -> str:
-    """The path of the route that answered, so that metrics get few names; "other" for none."""
+    """The path pattern of the route, which bounds the label values of metrics; else "other"."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else "other"

@@ -1,4 +1,4 @@
-"""/v1/models: what is served."""
+"""/v1/models: the served model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cairn.server.state import ServerState
 
 
 def check_model(state: ServerState, name: str | None) -> None:
-    """Raise NotFound unless the request names the served model, or none: some clients write ""
-    where nobody chose one."""
+    """Raise NotFound if `name` is not the served model. None and "" are accepted: some clients send
+    an empty name by default."""
     if name and name not in (state.model_name, *state.aliases):
         error = NotFound(f"the model {name!r} is not served", f"Use {state.model_name!r}")
         error.param = "model"
@@ -22,7 +22,7 @@ def check_model(state: ServerState, name: str | None) -> None:
 
 
 def card(state: ServerState, name: str | None = None) -> ModelCard:
-    """The served model under one of its names; None: the first."""
+    """The description of the served model, under `name` or its first name."""
     info = state.client.info
     facts = ModelFacts(
         page_size=info.page_size,
@@ -42,14 +42,14 @@ def card(state: ServerState, name: str | None = None) -> ModelCard:
 
 
 async def list_models(request: Request) -> Response:
-    """GET /v1/models: a card for each name."""
+    """GET /v1/models: one entry for each name of the served model."""
     state: ServerState = request.app.state.server
     body = ModelList(data=[card(state, name) for name in (state.model_name, *state.aliases)])
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
 async def get_model(request: Request) -> Response:
-    """GET /v1/models/NAME; 404 for a name that is not served."""
+    """GET /v1/models/NAME. Raises NotFound for a name that is not served."""
     state: ServerState = request.app.state.server
     name = request.path_params["name"]
     check_model(state, name)

@@ -1,4 +1,4 @@
-"""/openapi.json: the API described from the structs that read and write it."""
+"""/openapi.json: the OpenAPI description, generated from the request and response structs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ERRORS = {
     408: "The body did not arrive in time.",
     413: "The body is too long.",
     415: "The body is not sent as JSON, or in an unknown encoding.",
-    429: "The server is full; Retry-After says when to come again.",
+    429: "The server is full; Retry-After gives the seconds to wait.",
     431: "Too many headers.",
     500: "The engine failed on this request.",
     503: "The server is loading, shutting down, or has lost its engine.",
@@ -53,16 +53,16 @@ WITHOUT_BODY = (401, 404, 431, 500, 503)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One operation.
+    """An operation of the API.
 
     Attributes:
-        path, method: of its route.
+        path, method: path and method of the route.
         summary: one line.
-        answer: the struct of the answer; None: not JSON of ours.
-        body: the struct of the request; None: it has none.
-        event: the struct of a streamed answer's events; None: it is not streamed.
-        media_type: of the answer.
-        open: asks for no API key.
+        answer: struct of the response; None if it is not JSON or has no struct.
+        body: struct of the request body; None if there is none.
+        event: struct of a stream's events; None if the operation does not stream.
+        media_type: media type of the response.
+        open: needs no API key.
     """
 
     path: str
@@ -79,7 +79,7 @@ ENDPOINTS = (
     Endpoint(
         "/v1/chat/completions",
         "post",
-        "The assistant's answer to a conversation.",
+        "Generates the assistant's next message of a conversation.",
         ChatResponse,
         ChatRequest,
         ChatChunk,
@@ -87,7 +87,7 @@ ENDPOINTS = (
     Endpoint(
         "/v1/completions",
         "post",
-        "What follows a text.",
+        "Continues a text.",
         CompletionResponse,
         CompletionRequest,
         CompletionResponse,
@@ -95,16 +95,22 @@ ENDPOINTS = (
     Endpoint(
         "/v1/messages",
         "post",
-        "The same in the form of Anthropic's Messages API.",
+        "Generates the next message, in Anthropic's Messages API.",
         MessageResponse,
         MessagesRequest,
         MessageEvent,
     ),
-    Endpoint("/v1/messages/count_tokens", "post", "Tokens of a message.", TokenCount, CountRequest),
+    Endpoint(
+        "/v1/messages/count_tokens",
+        "post",
+        "Counts the tokens of a conversation.",
+        TokenCount,
+        CountRequest,
+    ),
     Endpoint(
         "/v1/responses",
         "post",
-        "The same in the form of OpenAI's Responses API; nothing is kept.",
+        "Generates a response, in OpenAI's Responses API; nothing is stored.",
         ResponsesAnswer,
         ResponsesRequest,
         ResponsesEvent,
@@ -113,16 +119,21 @@ ENDPOINTS = (
     Endpoint("/v1/models/{name}", "get", "The served model by its name.", ModelCard),
     Endpoint("/tokenize", "post", "Token ids of a prompt.", TokenizeResponse, TokenizeRequest),
     Endpoint("/detokenize", "post", "Text of token ids.", DetokenizeResponse, DetokenizeRequest),
-    Endpoint("/tokenizer_info", "get", "The tokenizer's named tokens.", TokenizerInfo),
-    Endpoint("/health", "get", "200 while the server lives.", open=True),
-    Endpoint("/ready", "get", "200 while new requests are welcome.", open=True),
+    Endpoint(
+        "/tokenizer_info",
+        "get",
+        "Class, special tokens and chat template of the tokenizer.",
+        TokenizerInfo,
+    ),
+    Endpoint("/health", "get", "200 while the engine runs.", open=True),
+    Endpoint("/ready", "get", "200 while the server takes new requests.", open=True),
     Endpoint("/metrics", "get", "Prometheus metrics.", media_type="text/plain"),
     Endpoint("/openapi.json", "get", "This description."),
 )
 
 
 def describe(endpoints: Sequence[Endpoint] = ENDPOINTS) -> dict[str, Any]:
-    """The OpenAPI 3.1 document as plain data."""
+    """The OpenAPI 3.1 document as a dict."""
     structs = [
         struct
         for each in endpoints
@@ -160,7 +171,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
             {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         ]
     if not endpoint.open:
-        # Either way: a server without keys asks for none.
+        # Optional, because a server without keys needs none.
         operation["security"] = [{"key": []}, {}]
     return operation
 

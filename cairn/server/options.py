@@ -12,7 +12,7 @@ from cairn.engine.routing import BALANCES, Balance
 from cairn.errors import BadConfig
 from cairn.names import checked_keywords
 from cairn.server.reasoning_markers import NAMES as REASONING_PARSERS
-from cairn.server.tool_calls.forms import NAMES as TOOL_PARSERS
+from cairn.server.tool_calls.formats import NAMES as TOOL_PARSERS
 
 MIB = 1 << 20
 LOG_FORMATS = ("text", "json")
@@ -23,47 +23,46 @@ SMALLEST_BODY = 1024
 @checked_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Options of `cairn serve`. Raises BadConfig for a value that is impossible.
+    """Options of `cairn serve`. Raises BadConfig for an invalid value.
 
     Attributes:
         host: address to listen on.
-        port: of the API; 0 takes a free one.
-        admin_port: of the admin routes, always on the loopback address; 0 leaves them out, None
-            takes the port after the API's (a free one where that is free-chosen).
-        allowed_hosts: further names and addresses that a Host header may have; with them every
-            other one is refused, and "*" takes all. Empty: only a server on a loopback address
-            without keys refuses what is not loopback or `host`.
-        api_keys: every call but /health and /ready needs one of them; empty: open to all.
-        allowed_origins: whose pages a browser lets ask this server, as https://example.com; "*":
-            those of every site; empty: its own page alone.
-        served_model_name: what clients call the model, one name or several, of which answers say
-            the first; empty: the folder's name.
-        data_parallel_size: engines of the model, each with a GPU or a share of the host of its
-            own.
-        load_balance_method: how prompts are shared out among them: "auto" (by the prefixes that
-            they have seen, and by load), "round_robin" or "shortest_queue".
-        max_waiting: continuations that may wait for the engine beside those that run.
-        max_body_bytes: longest request body.
-        max_json_depth: deepest nesting of a request body.
-        max_headers: most header lines of a request.
-        max_prompts: prompts of one completions request.
-        max_stop: stop strings of one request.
-        max_n: continuations of one prompt.
-        max_logprobs: alternatives per token.
-        max_selection_tokens: longest output whose page selection is reported.
-        body_timeout: seconds within which a request body must have arrived.
-        shutdown_timeout: seconds that running requests get to finish after SIGTERM.
-        ready_step_age: seconds that one engine step may take before /ready says no.
-        step_limit: seconds after which a step counts as stuck and the server ends.
-        sampling_defaults: of requests that do not say: "model", what generation_config.json
-            recommends, or "openai", temperature 1 and all tokens.
-        tool_parser: "auto" (by the chat template), or the name of a form of tool calls.
-        reasoning_parser: "auto" (by the chat template), "none" (what the model thinks is part of
-            the content), or the name of a form of thoughts.
-        root_path: what a proxy has before the paths of the routes, such as "/llm"; empty: nothing.
+        port: port of the API; 0 chooses a free one.
+        admin_port: port of the admin routes, on the loopback address. 0 disables them; None is
+            `port` + 1, or a free port if `port` is 0.
+        allowed_hosts: accepted values of the Host header beside loopback and `host`; "*" accepts
+            all. Empty: a server on a loopback address without keys accepts loopback and `host`,
+            any other server accepts all.
+        api_keys: keys, one of which every route but /health and /ready requires; empty: none.
+        allowed_origins: origins that CORS allows, such as https://example.com; "*" allows all.
+        served_model_name: one or several names of the model in the API; responses contain the
+            first. Empty: the folder's name.
+        data_parallel_size: number of engines (replicas), each with GPUs of its own, or on a CPU
+            with a share of the cores and the memory.
+        load_balance_method: how prompts are distributed to replicas: "auto" (by cached prefixes and
+            load), "round_robin" or "shortest_queue".
+        max_waiting: maximum number of outputs in the queue.
+        max_body_bytes: maximum size of a request body.
+        max_json_depth: maximum nesting of a request body.
+        max_headers: maximum number of header lines of a request.
+        max_prompts: maximum number of prompts of a completions request.
+        max_stop: maximum number of stop strings of a request.
+        max_n: maximum `n` of a request.
+        max_logprobs: maximum number of alternatives per token.
+        max_selection_tokens: maximum output length with a report of selected pages.
+        body_timeout: seconds within which a request body has to arrive.
+        shutdown_timeout: seconds that running requests have to finish after SIGTERM.
+        ready_step_age: seconds that an engine step may take before /ready returns 503.
+        step_limit: seconds that an engine step may take before the server exits.
+        sampling_defaults: defaults of sampling parameters: "model" (generation_config.json) or
+            "openai" (temperature 1, no filters).
+        tool_parser: name of the format of tool calls, or "auto" to detect it in the chat template.
+        reasoning_parser: name of the reasoning markers, "auto" to detect them in the chat template,
+            or "none" to leave reasoning in the content.
+        root_path: path prefix under which a proxy serves this server, such as "/llm".
         log_format: "text" or "json".
-        trace: where spans go: "otel" (the OpenTelemetry provider of the process) or the name of
-            a file; None: none are made.
+        trace: target of trace spans: "otel" (the OpenTelemetry provider of the process) or the name
+            of a file; None disables them.
     """
 
     host: str = "127.0.0.1"
@@ -130,7 +129,7 @@ class ServerOptions:
 
     def _check_texts(self) -> None:
         for key in self.api_keys:
-            # Other characters cannot be sent in a header.
+            # A header can carry printable ASCII only.
             if not isinstance(key, str) or not re.fullmatch(r"[!-~]+", key):
                 raise BadConfig("an API key is empty or has a character that no header can carry")
         for host in self.allowed_hosts:
@@ -156,7 +155,7 @@ class ServerOptions:
 
 
 def _is_host(text: str) -> bool:
-    """A host name, or an IP address (one of version 6 may stand in brackets)."""
+    """Whether `text` is a host name or an IP address; an IPv6 address may have brackets."""
     try:
         ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -165,7 +164,7 @@ def _is_host(text: str) -> bool:
 
 
 def _origin(origin: object) -> None:
-    """As a browser writes it in a request: scheme, host and port, in small letters."""
+    """Raise BadConfig unless `origin` has the form of an Origin header: scheme, host and port."""
     text = str(origin)
     pattern = r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s*A-Z@,]+"
     if not isinstance(origin, str) or not re.fullmatch(pattern, text):

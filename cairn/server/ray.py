@@ -1,4 +1,4 @@
-"""The API on Ray Serve: replicas with an engine each, which Ray places, watches and starts again.
+"""The API on Ray Serve: Ray places replicas, each with an engine, and restarts those that fail.
 
 Needs `pip install 'cairn-llm[ray]'`. Only Ray's public API is used.
 """
@@ -25,12 +25,12 @@ from cairn.names import checked_keywords
 from cairn.obs.log import get_logger
 from cairn.obs.trace import Tracer
 from cairn.server.app import create_app
-from cairn.server.hosts import HostCheck
+from cairn.server.host_header import HostCheck
 from cairn.server.in_process import Headers
 from cairn.server.loading import close, load, new_state
 from cairn.server.options import ServerOptions
-from cairn.server.prefill import AfterPrefill, prompt_computed
-from cairn.server.report import Say
+from cairn.server.remote_prefill import RemotePrefillMiddleware, run_prefill
+from cairn.server.startup_report import Say
 from cairn.specs.disaggregation import DECODE, PREFILL, SECRET_VARIABLE
 from cairn.specs.nodes import resolve_nodes
 
@@ -39,25 +39,27 @@ log = get_logger(__name__)
 NAME = "cairn"
 STOP_SECONDS = 2.0
 HEALTH_SECONDS = 2.0
-"""Between two checks; Ray ends a replica that fails three in a row."""
+"""Interval of health checks. Ray restarts a replica that fails three in a row."""
 TABLES = ("engine", "server", "resources", "autoscaling", "prefill")
 
 
 @checked_keywords
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The content of a plan file: a TOML document with these names.
+    """The content of a plan file, a TOML document with these names.
 
     Attributes:
-        model: the model folder, the same on every node.
-        replicas: servers with an engine each.
+        model: the model folder, under the same path on every node.
+        replicas: number of servers, each with an engine.
         engine: options of each engine, as keywords of `cairn.LLM`.
-        server: options of each server, as fields of ServerOptions; host and port are Ray's proxy's.
-        resources: what a replica takes of a node, as Ray's `ray_actor_options`: num_gpus, num_cpus.
-            It has as many nodes as `nnodes` of `engine` says, and takes the same of each.
-        autoscaling: Ray's `autoscaling_config`, in place of `replicas`.
-        prefill: servers that compute the prompts for these, which then decode alone: `replicas`,
-            `resources`, and in `engine` what differs from the others' options. Empty: none.
+        server: options of each server, as fields of ServerOptions. host and port apply to Ray's
+            proxy.
+        resources: Ray's `ray_actor_options` of a replica, such as num_gpus and num_cpus, on each of
+            its `nnodes` nodes.
+        autoscaling: Ray's `autoscaling_config`, instead of `replicas`.
+        prefill: a deployment that computes the prompts, while the first one only decodes:
+            `replicas`, `autoscaling`, `resources`, and in `engine` the options that differ. Empty:
+            each replica computes its own prompts.
     """
 
     model: str
@@ -76,13 +78,13 @@ class Plan:
             raise BadConfig(f"model is {self.model!r}", "Give the folder of a model")
         if type(self.replicas) is not int or self.replicas < 1:
             raise BadConfig(f"replicas must be an integer >= 1, not {self.replicas!r}")
-        # Refused here, not on another machine.
+        # Report invalid options here instead of on another machine.
         self._check_nodes(*self.options())
         if self.prefill:
             self.of_prefill()
 
     def options(self) -> tuple[EngineOptions, ServerOptions]:
-        """The options of a replica. Raises BadConfig for what is impossible."""
+        """The options of a replica. Raises BadConfig for an invalid one."""
         server: dict[str, Any]
         server = {k: tuple(v) if isinstance(v, list) else v for k, v in self.server.items()}
         return EngineOptions(**self.engine), ServerOptions(**server)
@@ -105,7 +107,7 @@ class Plan:
             )
 
     def _check_several(self, engine: EngineOptions, server: ServerOptions) -> None:
-        """Raise BadConfig for what a replica on several nodes cannot have."""
+        """Raise BadConfig for options that a replica on several nodes does not support."""
         nodes = f"nnodes is {engine.nnodes}"
         if server.data_parallel_size > 1:
             raise BadConfig(
@@ -132,7 +134,7 @@ class Plan:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What a replica takes of a node, as a bundle of Ray's placement groups."""
+        """The resources of a replica on each of its nodes, as a bundle of a placement group."""
         own = self.resources
         taken = {
             "CPU": own.get("num_cpus", 1),
@@ -141,12 +143,12 @@ class Plan:
             **own.get("resources", {}),
         }
         if kind := own.get("accelerator_type"):
-            # Every node that has one offers 1 of it, and every actor that wants one takes this.
+            # Ray's convention: a node offers 1 of its accelerator_type, an actor takes 0.001.
             taken[f"accelerator_type:{kind}"] = 0.001
         return {name: amount for name, amount in taken.items() if amount}
 
     def of_prefill(self) -> Plan:
-        """The plan of the servers that compute prompts. Raises BadConfig for what is impossible."""
+        """The plan of the prefill deployment. Raises BadConfig for an invalid option."""
         for name in self.prefill:
             if name not in ("replicas", "resources", "engine", "autoscaling"):
                 raise BadConfig(
@@ -154,18 +156,18 @@ class Plan:
                     "It may have replicas, resources, engine, autoscaling",
                 )
         engine = self.engine | self.prefill.get("engine", {}) | {"disaggregation_mode": PREFILL}
-        # The system chooses a port, which goes with each ticket: a node may have several.
+        # A free port, because a node may have several replicas. Each transfer names its port.
         engine.setdefault("disaggregation_bootstrap_port", 0)
         own = {"replicas": 1, **self.prefill, "engine": engine}
         return Plan(self.model, server=self.server, **own)
 
     def of_decode(self) -> Plan:
-        """The plan of the servers that decode."""
+        """The plan of the decoding deployment."""
         return replace(self, engine=self.engine | {"disaggregation_mode": DECODE}, prefill={})
 
 
 def plan_of(text: str) -> Plan:
-    """Read a plan. Raises BadConfig or BadRequest for a text that is none."""
+    """Parse a plan file. Raises BadConfig or BadRequest for an invalid one."""
     try:
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -176,11 +178,11 @@ def plan_of(text: str) -> Plan:
 
 
 class Replica:
-    """A server in an actor of Ray, for `ray.serve.ingress`; the engine is a process beside it.
+    """A server in a Ray actor, for `ray.serve.ingress`. The engine is a separate process.
 
     Args:
-        plan: of its deployment.
-        prefill: the deployment that computes prompts; None: this one does.
+        plan: plan of the deployment.
+        prefill: handle of the prefill deployment; None if this one computes prompts.
     """
 
     async def __init__(self, plan: Plan, prefill: Any = None) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -188,7 +190,7 @@ class Replica:
         if engine.disaggregation_mode == PREFILL and os.environ.get(SECRET_VARIABLE):
             from ray.util import get_node_ip_address
 
-            # Without a secret only engines of the same node can take its pages.
+            # Without a secret only engines on the same node can fetch its pages.
             engine = replace(engine, disaggregation_bootstrap_host=get_node_ip_address())
         model = Path(plan.model)
         with contextlib.ExitStack() as until_loaded:
@@ -203,13 +205,13 @@ class Replica:
             self._state, HostCheck.of(self._state.options, self._state.options.host)
         )
         if prefill is not None:
-            self._app = AfterPrefill(self._app, prefill.prompt.remote)
+            self._app = RemotePrefillMiddleware(self._app, prefill.prompt.remote)
 
     def _start_nodes(self, plan: Plan, engine: EngineOptions) -> tuple[int, EngineOptions]:
         """Start the replica's other nodes, an actor in each other bundle of its placement group.
 
         Returns:
-            The descriptor of the socket at which they report, and the options with its address.
+            The descriptor of the socket to which they connect, and the options with its address.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -220,7 +222,7 @@ class Replica:
         secret = os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(16))
         engine = replace(engine, dist_init_addr=f"{host}:{listener.getsockname()[1]}")
         group = ray.util.get_current_placement_group()
-        # Ray ends the actors with this one, which owns them.
+        # Ray ends these actors when this one, their owner, ends.
         self._nodes = []
         for number in range(1, engine.nnodes):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
@@ -233,11 +235,11 @@ class Replica:
         return self._app
 
     async def prompt(self, path: str, headers: Headers, body: bytes) -> dict[str, Any] | None:
-        """Compute a request's prompt; where its pages are, None where that failed."""
-        return await prompt_computed(self._app, path, headers, body)
+        """Compute a request's prompt. Returns its transfer parameters, None on failure."""
+        return await run_prefill(self._app, path, headers, body)
 
     async def check_health(self) -> None:
-        """Asked by Ray, which starts a replica again when this raises. Raises EngineDead."""
+        """Called by Ray, which restarts the replica if this raises. Raises EngineDead."""
         if self._state.client.dead is not None:
             raise self._state.client.dead.again()
 
@@ -287,7 +289,7 @@ def _deployment(plan: Plan, name: str) -> Any:
         serve.ingress()(Replica) if name == NAME else Replica,
         name=name,
         ray_actor_options=plan.resources,
-        # The engine queues requests, and refuses what is too much.
+        # The engine queues requests and refuses them when its queue is full.
         health_check_period_s=HEALTH_SECONDS,
         max_ongoing_requests=engine.max_num_seqs + options.max_waiting,
         graceful_shutdown_timeout_s=options.shutdown_timeout,
@@ -297,12 +299,16 @@ def _deployment(plan: Plan, name: str) -> Any:
 
 
 def serve_on_ray(plan: Plan, say: Say) -> None:
-    """Serve on the cluster that RAY_ADDRESS names, or on one of this machine alone.
+    """Serve on the cluster of RAY_ADDRESS, or on a new one on this machine.
+
+    Args:
+        plan: the deployments.
+        say: prints a line about the start-up.
 
     Raises:
         BadConfig: Ray is not installed.
         BadModel: the model folder cannot be served.
-        KeyboardInterrupt: SIGTERM or SIGINT came; nothing is served any more.
+        KeyboardInterrupt: after SIGTERM or SIGINT, when the deployments have ended.
     """
     try:
         from ray import serve

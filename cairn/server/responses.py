@@ -1,8 +1,8 @@
-"""/v1/responses: OpenAI's Responses API without its memory, translated to a chat and back."""
+"""/v1/responses: OpenAI's Responses API, stateless, translated to chat requests and back."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,10 +14,16 @@ from starlette.routing import Route
 from cairn.errors import CairnError
 from cairn.obs.metrics import Track
 from cairn.server.chat import prepared
-from cairn.server.chat_output import ChatShape, joined
+from cairn.server.chat_output import ChatResponseBuilder, joined
+from cairn.server.chat_translation import (
+    chat_request,
+    content_of,
+    image_part,
+    message,
+    text_part,
+)
 from cairn.server.errors import body_of
 from cairn.server.generation import Generation, answer, parts_of
-from cairn.server.intake import read_request
 from cairn.server.protocol.chat import ChatChunkChoice, ChatRequest
 from cairn.server.protocol.common import Usage
 from cairn.server.protocol.explain import explained
@@ -37,36 +43,29 @@ from cairn.server.protocol.responses import (
     ResponsesRequest,
     ResponsesUsage,
 )
+from cairn.server.request_body import read_request
 from cairn.server.sse import EventStream
 from cairn.server.state import ServerState
-from cairn.server.translated import (
-    Content,
-    chat_request,
-    content_of,
-    image_part,
-    message,
-    text_part,
-)
 
 
 async def create_response(request: Request) -> Response:
-    """POST /v1/responses. Raises CairnError for what cannot be served."""
+    """POST /v1/responses. Raises CairnError for a request that cannot be served."""
     state: ServerState = request.app.state.server
     track = state.metrics.track(request.url.path)
     given = await read_request(request, ResponsesRequest)
     work, chat = await prepared(request, chat_of(given))
-    shape = ResponsesShape(chat, given)
+    builder = ResponsesBuilder(chat, given)
     if not given.stream:
-        return await answer(request, work, shape, track, None)
-    generation = Generation(state.client, work, shape.head.id)
-    return EventStream(_events(generation, shape, track), lambda: generation.reading)
+        return await answer(request, work, builder, track, None)
+    generation = Generation(state.client, work, builder.head.id)
+    return EventStream(_events(generation, builder, track), lambda: generation.reading)
 
 
 def chat_of(given: ResponsesRequest) -> ChatRequest:
-    """The chat request that asks for the same.
+    """The equivalent chat request.
 
     Raises:
-        BadRequest: an item that no chat can hold.
+        BadRequest: an item that a chat request cannot express.
     """
     messages = [] if given.instructions is None else [message("system", given.instructions)]
     if isinstance(given.input, str):
@@ -103,7 +102,7 @@ def _item(name: str, item: dict[str, Any]) -> Item:
 
 
 def _add(messages: list[dict[str, Any]], item: Item) -> None:
-    """Add an item to the messages of a chat; calls that follow each other are one message."""
+    """Append an item to the messages of a chat. Consecutive calls share a message."""
     last = messages[-1] if messages else None
     match item:
         case Reasoning():
@@ -111,9 +110,9 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
             if thought:
                 messages.append(message("assistant", "") | {"reasoning_content": thought})
         case InputMessage() if last is not None and _only_thought(last, item):
-            last["content"] = _content(item.content)
+            last["content"] = content_of(item.content, _part)
         case InputMessage():
-            messages.append(message(item.role, _content(item.content)))
+            messages.append(message(item.role, content_of(item.content, _part)))
         case InputCall():
             function = {"name": item.name, "arguments": item.arguments}
             call = {"id": item.call_id, "type": "function", "function": function}
@@ -121,19 +120,15 @@ def _add(messages: list[dict[str, Any]], item: Item) -> None:
                 messages.append(message("assistant", ""))
             messages[-1].setdefault("tool_calls", []).append(call)
         case CallOutput():
-            messages.append(message("tool", _content(item.output)) | {"tool_call_id": item.call_id})
+            messages.append(
+                message("tool", content_of(item.output, _part)) | {"tool_call_id": item.call_id}
+            )
 
 
 def _only_thought(message: dict[str, Any], item: InputMessage) -> bool:
-    """Whether the assistant's message holds what it thought before it said `item`."""
+    """Whether `message` holds only the reasoning that precedes the assistant's message `item`."""
     keys = {"role", "content", "reasoning_content"}
     return message.keys() == keys and not message["content"] and item.role == "assistant"
-
-
-def _content(content: str | Sequence[InputText | OutputText | InputImage]) -> Content:
-    if isinstance(content, str):
-        return content
-    return content_of([_part(part) for part in content])
 
 
 def _part(part: InputText | OutputText | InputImage) -> dict[str, Any]:
@@ -151,15 +146,15 @@ def _format(given: ResponsesRequest) -> dict[str, Any] | None:
     return {"type": kind, kind: fields} if isinstance(form, FlatSchemaFormat) else {"type": kind}
 
 
-class ResponsesShape:
-    """Answers of /v1/responses, made of a chat's.
+class ResponsesBuilder:
+    """Builds responses of /v1/responses from those of a chat.
 
     Args:
-        chat: writes the chat's answer.
+        chat: builds the chat's response.
         given: the request.
     """
 
-    def __init__(self, chat: ChatShape, given: ResponsesRequest) -> None:
+    def __init__(self, chat: ChatResponseBuilder, given: ResponsesRequest) -> None:
         self.head = chat.head
         self.push = chat.push
         self.over = chat.over
@@ -169,7 +164,7 @@ class ResponsesShape:
         self._given = given
 
     def whole(self, parts: list[list[ChatChunkChoice]], usage: Usage) -> ResponsesAnswer:
-        """See Shape."""
+        """See ResponseBuilder."""
         choice = joined(parts[0])
         output = []
         if choice.message.reasoning_content:
@@ -182,7 +177,7 @@ class ResponsesShape:
         return self.answer(output, usage, choice.finish_reason)
 
     def thought(self, index: int, text: str, status: str = "completed") -> dict[str, Any]:
-        """The item of what the model thought."""
+        """A reasoning item."""
         part = {"type": "reasoning_text", "text": text}
         return {
             "type": "reasoning",
@@ -193,7 +188,7 @@ class ResponsesShape:
         }
 
     def text(self, index: int, text: str, status: str = "completed") -> dict[str, Any]:
-        """The item of a message."""
+        """A message item."""
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         return {
             "type": "message",
@@ -206,7 +201,7 @@ class ResponsesShape:
     def call(
         self, index: int, call_id: str, name: str, arguments: str, status: str = "completed"
     ) -> dict[str, Any]:
-        """The item of a call."""
+        """A function call item."""
         return {
             "type": "function_call",
             "id": f"fc_{self.id[5:]}_{index}",
@@ -219,7 +214,7 @@ class ResponsesShape:
     def answer(
         self, output: list[dict[str, Any]], usage: Usage | None, reason: str | None
     ) -> ResponsesAnswer:
-        """The answer; `reason` is the chat's finish_reason, None while it goes on."""
+        """The response; `reason` is the chat's finish_reason, None while it is in progress."""
         given, cut = self._given, reason == "length"
         return ResponsesAnswer(
             id=self.id,
@@ -249,21 +244,21 @@ class ResponsesShape:
 
 
 async def _events(
-    generation: Generation, shape: ResponsesShape, track: Track
+    generation: Generation, builder: ResponsesBuilder, track: Track
 ) -> AsyncGenerator[bytes, None]:
-    items = _Items(shape)
+    items = _Items(builder)
     begun, reason = False, None
     try:
-        async with aclosing(parts_of(generation, shape, track)) as run:
+        async with aclosing(parts_of(generation, builder, track)) as run:
             async for part in run:
                 if not begun:
                     begun = True
                     for kind in ("response.created", "response.in_progress"):
-                        yield items.event(kind, response=shape.answer([], None, None))
+                        yield items.event(kind, response=builder.answer([], None, None))
                 reason = part.finish_reason or reason
                 for event in items.take(part):
                     yield event
-        last = shape.answer(items.done, generation.usage, reason or "stop")
+        last = builder.answer(items.done, generation.usage, reason or "stop")
         yield items.event(f"response.{last.status}", response=last)
     except CairnError as error:
         if not begun:
@@ -273,27 +268,27 @@ async def _events(
 
 
 class _Items:
-    """The items of a stream: messages and calls, one after the other.
+    """Converts the parts of a chat's stream to events, one open output item at a time.
 
     Attributes:
-        done: those that are whole.
+        done: completed output items.
     """
 
-    def __init__(self, shape: ResponsesShape) -> None:
+    def __init__(self, builder: ResponsesBuilder) -> None:
         self.done: list[dict[str, Any]] = []
-        self._shape = shape
+        self._shape = builder
         self._number = 0
         self._open: dict[str, Any] | None = None
         self._written = ""
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        """The next event."""
+        """Encode an event with the next sequence number."""
         data = msgspec.json.encode(ResponsesEvent(kind, self._number, **fields))
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
     def take(self, part: ChatChunkChoice) -> Iterator[bytes]:
-        """Events for what a part adds."""
+        """Yield the events for a part."""
         if part.delta.reasoning_content:
             yield from self._write(part.delta.reasoning_content, "reasoning")
         if part.delta.content:
@@ -338,7 +333,7 @@ class _Items:
         yield self.event("response.function_call_arguments.delta", delta=arguments, **self._place)
 
     def _end(self) -> Iterator[bytes]:
-        """Close the item that is open."""
+        """Yield the events that complete the open item."""
         item, written, at = self._open, self._written, len(self.done)
         if item is None:
             return

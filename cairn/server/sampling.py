@@ -1,4 +1,4 @@
-"""A request's sampling fields -> SamplingParams, within the operator's limits."""
+"""Converts a request's sampling fields to SamplingParams and enforces the server's limits."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ SAME_NAME = (
     "repetition_penalty",
     "logit_bias",
 )
-"""Fields that mean the same in a request and in SamplingParams."""
+"""Fields with the same name and meaning in a request and in SamplingParams."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Output options that endpoints have in different fields.
+    """Output options whose request fields differ between endpoints.
 
     Attributes:
-        max_tokens: None: as many as fit.
+        max_tokens: as in SamplingParams; None for as many as fit the context.
         logprobs, prompt_logprobs: as in SamplingParams.
         grammar: constraint on the output.
-        fixed: values of other parameters, which override the request's.
+        fixed: values of further parameters, which override the request's.
     """
 
     max_tokens: int | None
@@ -65,17 +65,17 @@ def sampling_params(
     options: ServerOptions,
     defaults: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """The parameters of a request.
+    """The sampling parameters of a request.
 
     Args:
         request: its fields.
-        output: what its endpoint says in fields of its own.
-        options: limits of this server.
+        output: output options from fields of the endpoint.
+        options: options of the server, with its limits.
         defaults: values of fields that the request leaves out.
 
     Raises:
-        BadRequest: a value that is out of range, contradicts another one or passes a limit of
-            this server; `param` names the field.
+        BadRequest: a value that is out of range, contradicts another one or exceeds a limit of the
+            server; `param` names the field.
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     within("stop", len(stop), options.max_stop, "strings")
@@ -98,14 +98,14 @@ def sampling_params(
             **{**(defaults or {}), **chosen, **output.fixed},
         )
     except BadRequest as error:
-        error.param = field_named_by(error, type(request))
+        error.param = field_named_in(error, type(request))
         raise
 
 
 def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
-    """What the request says its output must look like, with the field that says it.
+    """The grammar that the request gives for its output, with the name of its field.
 
-    Raises BadRequest when more than one field says so.
+    Raises BadRequest if several fields give one.
     """
     found: dict[str, Grammar] = {}
     form = request.response_format
@@ -118,7 +118,7 @@ def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
         found["regex"] = Grammar("regex", request.regex)
     if request.ebnf is not None:
         found["ebnf"] = Grammar("ebnf", request.ebnf)
-    found |= _as_vllm_says(request)
+    found |= _vllm_grammars(request)
     if request.bad_words:
         found["bad_words"] = Grammar("ebnf", _without(request.bad_words))
     if len(found) > 1:
@@ -128,9 +128,9 @@ def requested_grammar(request: SamplingFields) -> tuple[str, Grammar] | None:
 
 
 def requested_transfer(request: SamplingFields, prompts: int) -> KvTransferParams | None:
-    """Parameters of disaggregated prefill in the request.
+    """The parameters of disaggregated prefill in the request.
 
-    Raises BadRequest where an answer cannot have them: with several prompts, or in a stream.
+    Raises BadRequest with several prompts, and for a prefill request that streams.
     """
     asked, name = request.kv_transfer_params, "kv_transfer_params"
     if asked is not None and prompts > 1:
@@ -142,8 +142,8 @@ def requested_transfer(request: SamplingFields, prompts: int) -> KvTransferParam
     return asked
 
 
-def _as_vllm_says(request: SamplingFields) -> dict[str, Grammar]:
-    """Grammars of the fields that vLLM has for them."""
+def _vllm_grammars(request: SamplingFields) -> dict[str, Grammar]:
+    """The grammars in vLLM's fields, by field name."""
     fields = {
         "guided_json": ("json", request.guided_json),
         "guided_regex": ("regex", request.guided_regex),
@@ -173,7 +173,7 @@ def _grammar_of(kind: str, value: Any) -> Grammar:
 
 
 def _without(words: Sequence[str]) -> str:
-    """A grammar of all texts that contain none of the words."""
+    """A grammar of all texts that contain none of `words`."""
     bad = "|".join(re.sub(r"[^0-9A-Za-z]", _escaped, word) for word in words)
     return rf"start: TEXT{chr(10)}TEXT: /(.|\n)*/ & ~/(.|\n)*({bad})(.|\n)*/"
 
@@ -183,7 +183,7 @@ def _escaped(sign: re.Match[str]) -> str:
 
 
 def _prompt_logprobs(request: SamplingFields, output: Output, options: ServerOptions) -> int | None:
-    """How many alternatives are wanted at positions of the prompt."""
+    """Number of alternatives to report per prompt token, None for no report."""
     asked = request.prompt_logprobs
     within("prompt_logprobs", asked or 0, options.max_logprobs)
     if asked is not None and request.stream:
@@ -195,7 +195,7 @@ def _prompt_logprobs(request: SamplingFields, output: Output, options: ServerOpt
 
 
 def truncated(ids: Sequence[int], request: SamplingFields, longest: int) -> Sequence[int]:
-    """The end of a prompt, as `truncate_prompt_tokens` says.
+    """The last `truncate_prompt_tokens` tokens of a prompt.
 
     Raises BadField for a length of 0.
     """
@@ -208,12 +208,12 @@ def truncated(ids: Sequence[int], request: SamplingFields, longest: int) -> Sequ
 
 
 def stream_options(request: SamplingFields) -> StreamOptions | None:
-    """How to stream, None: not at all; then options have no effect."""
+    """The request's stream options, None if it does not stream."""
     return (request.stream_options or StreamOptions()) if request.stream else None
 
 
-def field_named_by(error: BadRequest, kind: type[msgspec.Struct]) -> str | None:
-    """The field that an error's text begins with, where the request has such a one."""
+def field_named_in(error: BadRequest, kind: type[msgspec.Struct]) -> str | None:
+    """The field of `kind` that the text of an error begins with, or None."""
     if error.message.startswith("selection "):
         return "cairn.selection"
     path = re.match(r"(\w+)[\w.\[\]]*", error.message)
@@ -222,7 +222,7 @@ def field_named_by(error: BadRequest, kind: type[msgspec.Struct]) -> str | None:
 
 
 def within(name: str, value: int, limit: int, unit: str = "") -> None:
-    """Raise BadRequest for a value beyond a limit of this server."""
+    """Raise BadField if `value` exceeds a limit of the server."""
     if value > limit:
         counted = f"{value} {unit}".rstrip()
         raise BadField(name, f"{name} is {counted}, but this server allows {limit}")

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PING_SECONDS = 10.0
-"""Seconds without data after which a comment is sent, so that proxies keep the connection."""
+"""Seconds without data after which a comment is sent, so that proxies keep the connection open."""
 NEWS_SECONDS = 1.0
 """Seconds without data after which a comment reports the progress of the prefill."""
 PING = b": still working\n\n"
@@ -36,12 +36,12 @@ HEADERS = {
 
 
 def event(body: msgspec.Struct) -> bytes:
-    """One event; JSON has no line break in it."""
+    """Encode a server-sent event with JSON data."""
     return b"data: %b\n\n" % msgspec.json.encode(body)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; it is cancelled when the client goes away.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, and cancel it if the client disconnects.
 
     Raises ClientDisconnect then, after `work` has ended.
     """
@@ -65,17 +65,17 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as they come.
+    """Streams server-sent events.
 
-    An error before the first event is an answer with its own status; later it is a last event
-    `{"error": ...}`. The events are closed when the client goes away.
+    An error before the first event becomes a response with its own status, a later one becomes the
+    last event, `{"error": ...}`. The generator is closed when the client disconnects.
 
     Args:
-        events: whole events, as made by `event`.
-        news: a comment about the work while no event comes; None: nothing to tell.
+        events: encoded events, as `event` returns them.
+        news: returns a progress comment to send while there is no event, or None.
 
     Raises (when run):
-        ClientDisconnect: the client went away before the first event.
+        ClientDisconnect: the client disconnected before the first event.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EventStream(Response):
         news: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         super().__init__(headers=HEADERS)
-        # A stream has no length known beforehand.
+        # The length of a stream is unknown.
         del self.headers["content-length"]
         self._events = events
         self._news = news
@@ -95,9 +95,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run as an ASGI application."""
         try:
-            await unless_gone(receive, self._run(scope, receive, send))
+            await cancel_on_disconnect(receive, self._run(scope, receive, send))
         except ClientDisconnect:
-            # If no byte was sent yet, let the middleware log the status of a client disconnect.
+            # Before the first byte, the middleware logs the status of a disconnected client.
             if not self._started:
                 raise
 

@@ -1,4 +1,4 @@
-"""What the handlers of the server share: one object, found as `request.app.state.server`."""
+"""The state that all request handlers share, as `request.app.state.server`."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class ServerState:
-    """The server while it lives. It exists before the model is loaded.
+    """State of a server. It exists before the model is loaded.
 
     Attributes:
-        options: what the operator decided.
-        client: the engine, or its replicas.
-        tokenizer: None while loading, and for a model that has none.
-        media: reads images and videos; None while loading.
-        media_limits: what prompts may bring of them.
-        metrics: counters and histograms.
-        tracer: makes spans, or none.
-        grammars: checks grammars before the engine sees them.
+        options: options of the server.
+        client: client of the engine, or of its replicas.
+        tokenizer: None while loading, and for a model without one.
+        media: decodes images and videos; None while loading.
+        media_limits: limits of images and videos per prompt.
+        metrics: Prometheus metrics.
+        tracer: creates trace spans.
+        grammars: checks grammars before the engine compiles them.
         templates: renders the model's chat template.
-        sampling_defaults: sampling parameters of requests that do not say.
-        model_name: what clients call the model.
-        aliases: further names that clients may call it by.
-        loaded: handlers may run; until then the middleware answers 503.
-        draining: no new requests; the running ones finish.
-        open_requests: requests that the middleware let in and that have not ended.
-        started: time.time() at the start, seconds since the epoch.
+        sampling_defaults: sampling parameters that requests leave out.
+        model_name: name of the model in the API.
+        aliases: further names of the model.
+        loaded: the model is loaded; until then the middleware returns 503.
+        draining: the server shuts down: running requests finish, new ones get 503.
+        open_requests: number of requests in handlers.
+        started: start time, seconds since the epoch.
     """
 
     options: ServerOptions

@@ -1,9 +1,8 @@
 """Worker process that renders chat templates, so that an endless one cannot block the server.
 
-Started by `TemplateRenderer`: `python -m cairn.server.template_worker SECONDS BYTES`. Its first
-message is empty; each other one is a TemplateInput. The answer is a letter and a text: what was
-rendered, or why it was not. A template that takes more than SECONDS or that much memory may end
-the process.
+Started by `TemplateRenderer` as `python -m cairn.server.template_worker SECONDS BYTES`. The first
+message is empty, each further one is a TemplateInput. The reply is a status letter and the rendered
+text or the error. A template that exceeds the time or the memory ends the process.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from cairn.server.worker import Work, serve
 
 TEXT, REFUSED, BROKEN = b"T", b"R", b"B"
 MORE_TEXT = 1 << 24
-"""Characters that a text may have beyond the bytes that it was made from."""
+"""Maximum number of characters of a rendered text beyond the size of its input in bytes."""
 
 
 def packed(given: TemplateInput) -> bytes:
-    """The message for an input. Raises RecursionError for one that is nested too deeply."""
+    """Encode an input as a message. Raises RecursionError if it is nested too deeply."""
     return json.dumps(asdict(given)).encode()
 
 
 def unpacked(answer: bytes) -> str:
-    """The text of an answer. Raises BadRequest and BadModel, as `render`."""
+    """Decode a reply to the rendered text. Raises its BadRequest or BadModel."""
     kind, text = answer[:1], answer[1:].decode(errors="surrogatepass")
     if kind == TEXT:
         return text
@@ -35,7 +34,7 @@ def unpacked(answer: bytes) -> str:
 
 
 def begin(_: bytes) -> Work:
-    """The function that renders, after one empty rendering that imports what the first needs."""
+    """Render an empty template to load all imports. Returns the function that renders a message."""
     render(
         TemplateInput(
             template="",

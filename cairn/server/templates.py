@@ -1,4 +1,4 @@
-"""Chat templates are rendered in processes beside the server, which can be ended."""
+"""Renders chat templates in worker processes with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MAX_WAITING = 1024
 
 
 class TemplateRenderer:
-    """Renders conversations in worker processes, isolated from the server.
+    """Renders conversations in worker processes.
 
-    A worker process that takes too long ends and is replaced.
+    A worker that exceeds its time limit is replaced.
 
     Args:
-        workers: processes at most.
-        seconds: time for one conversation.
-        memory: bytes of address space of a worker.
-        max_waiting: conversations that may wait or be rendered at once.
+        workers: maximum number of processes.
+        seconds: time limit of one conversation.
+        memory: address space of a worker in bytes.
+        max_waiting: maximum number of conversations that wait or are being rendered.
     """
 
     def __init__(
@@ -48,15 +48,14 @@ class TemplateRenderer:
         )
 
     async def open(self) -> None:
-        """Have a worker ready for the first conversation. Raises CairnError when none starts."""
+        """Start a worker for the first conversation. Raises CairnError if it does not start."""
         await self._pool.ready()
 
     async def render(self, given: TemplateInput) -> str:
-        """The text of a conversation.
+        """Render a conversation.
 
         Raises:
-            BadRequest: the template does not take the messages, or takes too long or too much
-                memory for them.
+            BadRequest: the template refuses the messages, or exceeds its limits on them.
             BadModel: the template is broken.
             Busy: too many conversations wait.
         """
@@ -81,7 +80,7 @@ class TemplateRenderer:
             self._waiting -= 1
 
     def close(self) -> None:
-        """End the workers. What waits fails."""
+        """Stop the workers. Waiting requests fail."""
         self._pool.close()
 
 

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /tokenizer_info: what a prompt is to the model."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cairn.server.chat import encode_chat, shown_tools
+from cairn.server.chat import encode_chat, template_tools
 from cairn.server.errors import about
-from cairn.server.intake import at_once_if_short, encoded, read_request, tokenizer_of
 from cairn.server.protocol.explain import BadField
 from cairn.server.protocol.tokens import (
     DetokenizeRequest,
@@ -19,48 +18,50 @@ from cairn.server.protocol.tokens import (
     TokenizeResponse,
     TokenizerInfo,
 )
+from cairn.server.request_body import encoded, read_request, run_inline_if_short, tokenizer_of
 from cairn.server.state import ServerState
 
 
 async def tokenize(request: Request) -> Response:
-    """POST /tokenize. Raises BadRequest for a prompt that is none."""
+    """POST /tokenize. Raises BadRequest for an invalid prompt or conversation."""
     state: ServerState = request.app.state.server
-    asked = await read_request(request, TokenizeRequest)
+    body = await read_request(request, TokenizeRequest)
     tokenizer = tokenizer_of(state, "/tokenize")
 
-    prompt, special = asked.prompt, asked.add_special_tokens is not False
+    prompt, special = body.prompt, body.add_special_tokens is not False
     if prompt is None:
-        chat = await encode_chat(request, tokenizer, asked, shown_tools(asked.tools or []))
+        chat = await encode_chat(request, tokenizer, body, template_tools(body.tools or []))
         ids = list(chat.ids)
     else:
         with about("prompt"):
             ids = await encoded(request, lambda: tokenizer.encode(prompt, special))
 
     def answer() -> bytes:
-        texts = [tokenizer.token_text(i) for i in ids] if asked.return_token_strs else UNSET
+        texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else UNSET
         length = state.client.info.max_model_len
         return msgspec.json.encode(TokenizeResponse(len(ids), length, ids, texts))
 
-    body = await at_once_if_short(len(ids), answer)
-    return Response(body, media_type="application/json")
+    answer_body = await run_inline_if_short(len(ids), answer)
+    return Response(answer_body, media_type="application/json")
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize. Raises BadRequest for a number that is not a token id."""
+    """POST /detokenize. Raises BadRequest for an id outside the vocabulary."""
     state: ServerState = request.app.state.server
-    asked = await read_request(request, DetokenizeRequest)
+    body = await read_request(request, DetokenizeRequest)
     tokenizer = tokenizer_of(state, "/detokenize")
     vocab = state.client.info.vocab_size
-    bad = next((token for token in asked.tokens if token >= vocab), None)
+    bad = next((token for token in body.tokens if token >= vocab), None)
     if bad is not None:
         raise BadField("tokens", f"{bad} is not a token id", f"Ids go from 0 to {vocab - 1}")
-    text = await encoded(request, lambda: tokenizer.decode(asked.tokens))
-    body = msgspec.json.encode(DetokenizeResponse(text))
-    return Response(body, media_type="application/json")
+    text = await encoded(request, lambda: tokenizer.decode(body.tokens))
+    answer_body = msgspec.json.encode(DetokenizeResponse(text))
+    return Response(answer_body, media_type="application/json")
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """GET /tokenizer_info, as lm-eval's remote tokenizer asks. Raises BadRequest without one."""
+    """GET /tokenizer_info, for lm-eval's remote tokenizer. Raises BadRequest without a
+    tokenizer."""
     state: ServerState = request.app.state.server
     tokenizer = tokenizer_of(state, "/tokenizer_info")
     info = TokenizerInfo(

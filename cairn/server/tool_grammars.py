@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools, or may call them, and whose calls follow their schemas."""
+"""Grammars that constrain outputs to tool calls, or calls within outputs to their schemas."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from cairn.engine.grammar import json_rule
 from cairn.engine.schema import prepared
 from cairn.errors import BadRequest
-from cairn.server.tool_calls.forms import FORMS, JSON, Form
-from cairn.server.tool_calls.separate import quoted, separate_arguments
+from cairn.server.tool_calls.formats import FORMS, JSON, ToolCallFormat
+from cairn.server.tool_calls.parameter_rules import parameter_rules, quoted
 from cairn.types import Grammar
 
 HERMES, LLAMA3_JSON = "hermes", "llama3_json"
 ANY_OBJECT = {"type": "object"}
 
 TEXT_RULE = r"TEXT: /(.|\n)*/"
-# A lazy rule ends where it first matches: from there on nothing but a call can follow.
+# A lazy rule ends at its first match, after which only a call is allowed.
 LLAMA3_RULES = r"""start: first ("; {\"name\"" named)* | listed (", {\"name\"" named)* "]" | TEXT
 first: by_name named | by_type ": \"function\", \"name\"" named | by_arguments ": " reversed
 by_name[lazy]: BEFORE NAME
@@ -46,20 +46,20 @@ def tool_grammar(
     answer: Any = None,
     special: Mapping[str, int] | None = None,
 ) -> Grammar | None:
-    """A grammar that makes an output a call.
+    """A grammar that constrains the output to tool calls.
 
     Args:
-        tools: as in a request: `{"type": "function", "function": {"name", "parameters"}}`.
-        choice: "required", or the name of the function that is to be called; "none" and "auto"
-            ask for nothing.
-        parser: name of a form, which the call takes.
-        several: with "required", more calls may follow the first. The model must be able to end
-            its output then.
-        answer: a JSON schema (a parsed one) that the output may follow instead.
-        special: special tokens of the tokenizer, name -> id; the form's markers may be some.
+        tools: the tools in OpenAI's format, `{"type": "function", "function": {...}}`.
+        choice: "required" or the name of the function to call; "none" and "auto" need no grammar.
+        parser: name of the format of calls.
+        several: with "required", further calls may follow the first. The model needs an
+            end-of-sequence token then.
+        answer: parsed JSON schema that the output may follow instead of a call.
+        special: the tokenizer's special tokens, name -> id; markers of the format may be among
+            them.
 
     Returns:
-        None where no call is asked for.
+        None if `choice` requires no call.
 
     Raises:
         BadRequest: no tool has the name, or as `json_rule`.
@@ -94,18 +94,16 @@ def tool_grammar(
 def strict_grammar(
     tools: Sequence[Mapping[str, Any]], parser: str, special: Mapping[str, int] | None = None
 ) -> Grammar | None:
-    """A grammar for tool_choice "auto": any text, in which what the parser takes for the beginning
-    of a call goes on as a call of one of the tools.
+    """A grammar for tool_choice "auto": any text, in which an opening marker begins a valid call.
 
     Args:
-        tools: as in a request, with `strict` where arguments must follow their schema; those of
-            the others are any object.
-        parser: name of the form that calls take.
+        tools: the tools in OpenAI's format. Arguments of `strict` tools follow their schema, those
+            of others are any object.
+        parser: name of the format of calls.
         special: as in `tool_grammar`.
 
     Returns:
-        None for a form without an opening marker at which a grammar could begin: `strict` has no
-        effect then.
+        None for a format without an opening marker, for which `strict` has no effect.
     """
     functions = [tool["function"] for tool in tools]
     schemas = [arguments_schema(f) if f.get("strict") else ANY_OBJECT for f in functions]
@@ -159,15 +157,15 @@ def _any(rule: str, functions: Sequence[Any]) -> str:
     return " | ".join(f"{rule}_{i}" for i in range(len(functions)))
 
 
-def _arguments(form: Form, i: int, schema: Mapping[str, Any]) -> list[str]:
-    """The rules of a function's arguments, as the form writes them."""
+def _arguments(form: ToolCallFormat, i: int, schema: Mapping[str, Any]) -> list[str]:
+    """The rules of a function's arguments in the format's encoding."""
     if form.arguments == JSON:
         return [f"arguments_{i}: {json_rule(schema)}"]
-    return separate_arguments(form, i, prepared(schema))
+    return parameter_rules(form, i, prepared(schema))
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object whatever it says."""
+    """The schema of a function's arguments, restricted to objects."""
     parameters = function.get("parameters")
     if parameters is None:
         return {"type": "object", "additionalProperties": False}
@@ -175,10 +173,13 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A call in Llama 3's form as a JSON schema. Beside an answer in JSON the grammar's lexer could
-    not separate literals of a call from the answer's."""
+    """The JSON schema of a call in Llama 3's format.
+
+    A schema instead of literals, because the grammar's lexer could not distinguish literals of a
+    call from an answer in JSON.
+    """
     arguments = prepared(arguments_schema(function))
-    # References in it are meant from its own root.
+    # The base of its relative references.
     arguments.setdefault("$id", "urn:arguments")
     return {
         "type": "object",
@@ -189,10 +190,10 @@ def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Writer:
-    """Writes texts as literals of a grammar; special tokens in them by their ids.
+    """Converts texts to grammar literals, with special tokens as ids.
 
     Args:
-        special: name -> id.
+        special: special tokens, name -> id.
     """
 
     def __init__(self, special: Mapping[str, int] | None) -> None:
@@ -210,5 +211,5 @@ class _Writer:
         return " ".join(parts)
 
     def is_text(self, text: str) -> bool:
-        """Whether no special token is in it."""
+        """Whether `text` contains no special token."""
         return self._pattern.search(text) is None

@@ -1,7 +1,7 @@
 """Main loop of a worker process, which isolates untrusted work from the server.
 
-It reads messages from the standard input and answers each on the standard output. One that takes
-more than its time ends the process, whatever code it is in; its memory is bounded.
+It reads messages from stdin and writes a reply to each to stdout. SIGALRM ends the process when a
+message exceeds its time limit, even inside native code; RLIMIT_AS bounds the memory.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 HEADER = 8
-"""A message is its length in this many bytes, little-endian, and its bytes."""
+"""Size in bytes of the little-endian length that precedes each message."""
 START_SECONDS = 30.0
 READY = b"ready"
 STACK_BYTES = 4 << 20
 
 Work = Callable[[bytes], bytes]
-"""Answers one message."""
+"""Computes the reply to a message."""
 
 
 def framed(data: bytes) -> bytes:
-    """A message as it travels."""
+    """A message with its length prefix."""
     return len(data).to_bytes(HEADER, "little") + data
 
 
 def serve(begin: Callable[[bytes], Work], seconds: float, memory: int) -> None:
-    """Answer until the standard input ends.
+    """Reply to messages until stdin is closed.
 
     Args:
-        begin: gets ready with the first message, within START_SECONDS, and returns what answers
-            the others.
-        seconds: for each message, by the clock.
-        memory: bytes of address space of this process.
+        begin: initializes the worker with the first message, within START_SECONDS, and returns the
+            function for the others.
+        seconds: time limit of each message.
+        memory: address space of this process in bytes.
     """
-    # A terminal's Ctrl-C reaches every process of its group: the server says when this one ends.
+    # Ctrl-C in a terminal reaches the whole process group, but only the server ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    # The alarm's default action ends the process, whatever native code it is in.
+    # The default action of SIGALRM ends the process even inside native code.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, START_SECONDS)
-    # stdout carries the answers: redirect what libraries print.
+    # stdout carries the replies, so redirect what libraries print.
     answers: BinaryIO = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    # What passes here must pass in the engine, whose stacks are deeper.
+    # The stack is smaller than the engine's, so that work that succeeds here succeeds there.
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_answer, args=(begin, answers, seconds))
     thread.start()
@@ -70,7 +70,7 @@ def _answer(begin: Callable[[bytes], Work], answers: BinaryIO, seconds: float) -
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    """The next message, None when the stream has ended."""
+    """Read a message; None at the end of the stream."""
     header = stream.read(HEADER)
     if len(header) < HEADER:
         return None

@@ -1,4 +1,4 @@
-"""Worker processes of the server: a bounded number, each replaced when it ends."""
+"""A pool of worker processes, each replaced when it ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cairn.errors import CairnError
 from cairn.server.worker import HEADER, READY, START_SECONDS, framed
 
 GRACE_SECONDS = 1.0
-"""Seconds after its time limit at which a worker that has not ended itself is killed."""
+"""Seconds after its time limit when a worker that is still running is killed."""
 
 
 class Ended(Exception):
-    """A worker ended over its message.
+    """A worker ended before it replied.
 
     Args:
-        signal: what ended it: SIGALRM: its time was up; 0: it ended by itself.
+        signal: number of the signal that ended it (SIGALRM at its time limit); 0 if it exited.
     """
 
     def __init__(self, signal: int) -> None:
@@ -34,14 +34,14 @@ class Ended(Exception):
 
 
 class WorkerPool:
-    """Processes that run a module with `cairn.server.worker.serve`, started when they are needed.
+    """Processes that run `cairn.server.worker.serve`, started on demand.
 
     Args:
-        module: run as `python -m MODULE SECONDS BYTES`.
-        first: makes the first message of each, in a thread.
-        workers: processes at most.
-        seconds: time for one message.
-        memory: bytes of address space of each.
+        module: module to run as `python -m MODULE SECONDS BYTES`.
+        first: returns the first message of a worker; called in a thread.
+        workers: maximum number of processes.
+        seconds: time limit of one message.
+        memory: address space of a worker in bytes.
     """
 
     def __init__(
@@ -58,32 +58,32 @@ class WorkerPool:
         self._closed = False
 
     def prepare(self) -> None:
-        """Have a worker ready for the next message, soon."""
+        """Start a worker for the next message in the background."""
         with contextlib.suppress(RuntimeError):  # closed by another thread
             self._threads.submit(self._replace)
 
     async def ready(self) -> None:
-        """Wait until a worker is there. Raises CairnError when none can be started."""
+        """Wait until a worker is running. Raises CairnError if none can be started."""
         await asyncio.get_running_loop().run_in_executor(self._threads, self._replace)
 
     async def ask(self, message: bytes) -> bytes:
-        """The answer of a worker.
+        """Send a message to a worker and return its reply.
 
         Raises:
-            Ended: the worker ended before it answered.
-            CairnError: none can be started.
+            Ended: the worker ended before it replied.
+            CairnError: no worker can be started.
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._exchange, message)
 
     def close(self) -> None:
-        """End the workers. Who waits for an answer gets Ended."""
+        """Stop the workers. Pending calls of `ask` raise Ended."""
         with self._lock:
             self._closed = True
             workers = tuple(self._workers)
         for worker in workers:
             worker.kill()
-        # Threads that wait for an answer own the pipes of the other workers.
+        # Busy workers are closed by the threads that wait for their replies.
         while self._idle:
             self._drop(self._idle.pop())
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -99,7 +99,7 @@ class WorkerPool:
             except Ended as ended:
                 if ended.signal != signal.SIGKILL:
                     raise
-                # Killed from outside, maybe before it saw the message.
+                # Killed from outside, possibly before it received the message.
                 return self._try(message)
         except Ended:
             self.prepare()
@@ -150,16 +150,16 @@ class WorkerPool:
 
 
 class _Worker:
-    """One process. Used by one thread at a time."""
+    """A worker process. Used by one thread at a time."""
 
     def __init__(self, module: str, seconds: float, memory: int) -> None:
-        # -P: a module in the working directory must not pass for one of ours.
+        # -P: do not import modules from the working directory.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(seconds), str(memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # One thread does the work; pools of others would only take address space.
+            # Thread pools of libraries would only use up address space.
             env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -169,23 +169,23 @@ class _Worker:
 
     @property
     def alive(self) -> bool:
-        """The process has not ended."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End the process; who waits for its answer sees that."""
+        """Kill the process. A pending `exchange` raises Ended."""
         self._process.kill()
         self._process.wait()
 
     def end(self) -> None:
-        """End the process and let go of it."""
+        """Kill the process, wait for it and close its pipes."""
         self.kill()
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # unsent data is dropped
                 pipe.close()
 
     def exchange(self, message: bytes, seconds: float) -> bytes:
-        """Send a message and wait for the answer. Raises Ended."""
+        """Send a message and wait for the reply. Raises Ended."""
         deadline = time.monotonic() + seconds + GRACE_SECONDS
         try:
             left = memoryview(framed(message))
@@ -211,7 +211,7 @@ class _Worker:
 
 
 def _wait(descriptor: int, event: int, deadline: float) -> None:
-    """Wait until a pipe can be written or read. Raises TimeoutError."""
+    """Wait until a pipe is ready for `event`. Raises TimeoutError at `deadline`."""
     poll = select.poll()
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):

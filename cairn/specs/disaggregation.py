@@ -43,8 +43,8 @@ class DisaggregationOptions:
         metadata={
             "choices": MODES,
             "help": (
-                "prefill: keep the pages of prompts for others; decode: take those of others, as "
-                "kv_transfer_params of a request says; both.  [default: null]"
+                "prefill: keep the pages of prompts for other servers; decode: fetch pages from "
+                "other servers, as kv_transfer_params of a request says; both.  [default: null]"
             ),
         },
     )
@@ -52,7 +52,7 @@ class DisaggregationOptions:
         default="tcp",
         metadata={
             "choices": BACKENDS,
-            "help": ("How pages are transferred; cuda: between GPUs of one host.  [default: tcp]"),
+            "help": "Transport of pages; cuda: between GPUs of one host.  [default: tcp]",
         },
     )
     disaggregation_staging_size: int | str | None = field(
@@ -60,7 +60,7 @@ class DisaggregationOptions:
         metadata={
             "metavar": "SIZE",
             "help": (
-                "With the transfer backend cuda: GPU memory for pages in transfer.  [default: 2GiB]"
+                "GPU memory for pages in transfer, with the transfer backend cuda.  [default: 2GiB]"
             ),
         },
     )
@@ -69,7 +69,7 @@ class DisaggregationOptions:
         metadata={
             "metavar": "ADDRESS",
             "help": (
-                "Address at which others ask for pages; beyond loopback "
+                "Address at which other servers request pages; beyond loopback "
                 f"{SECRET_VARIABLE} must be set.  [default: 127.0.0.1]"
             ),
         },
@@ -78,7 +78,8 @@ class DisaggregationOptions:
         default=8998,
         metadata={
             "type": int,
-            "help": "Its port, of further replicas the next ones; 0: any.  [default: 8998]",
+            "help": "The port of --disaggregation-bootstrap-host, the next ones for further "
+            "replicas; 0: any free port.  [default: 8998]",
         },
     )
     disaggregation_load_failure: str = field(
@@ -86,8 +87,8 @@ class DisaggregationOptions:
         metadata={
             "choices": ON_FAILURE,
             "help": (
-                "What a request does whose pages did not come: run its prompt, or fail with 503.  "
-                "[default: recompute]"
+                "If the pages of a request cannot be fetched: compute its prompt, or fail with "
+                "503.  [default: recompute]"
             ),
         },
     )

@@ -49,56 +49,60 @@ class ExpertOptions:
         default=False,
         metadata={
             "flag": True,
-            "help": "Each rank holds some experts whole, instead of a part of each.",
+            "help": "Expert parallelism: each rank holds some whole experts instead of a part of "
+            "each.",
         },
     )
     ep_size: int | None = field(
         default=None,
-        metadata={"type": int, "help": "Ranks that share the experts.  [default: all]"},
+        metadata={"type": int, "help": "Number of ranks that share the experts.  [default: all]"},
     )
     expert_engines: int = 1
     enable_eplb: bool = field(
         default=False,
         metadata={
             "flag": True,
-            "help": "Move and copy experts between ranks as they are used.",
+            "help": "Rebalance experts between ranks by their load (EPLB).",
         },
     )
     ep_num_redundant_experts: int = field(
         default=0,
         metadata={
             "type": int,
-            "help": "Places for copies of busy experts, in all.  [default: 0]",
+            "help": "Total number of additional copies of experts.  [default: 0]",
         },
     )
     eplb_rebalance_num_iterations: int = field(
         default=1000,
         metadata={
             "type": int,
-            "help": "Steps after which experts are placed anew.  [default: 1000]",
+            "help": "Steps between two rebalancings.  [default: 1000]",
         },
     )
     eplb_rebalance_layers_per_chunk: int = field(
         default=4,
         metadata={
             "type": int,
-            "help": "Layers whose experts move between two steps.  [default: 4]",
+            "help": "Layers to rebalance between two steps.  [default: 4]",
         },
     )
     init_expert_location: str = field(
         default=TRIVIAL,
         metadata={
             "metavar": "FILE",
-            "help": "JSON file with the first placement of experts.  [default: trivial]",
+            "help": "JSON file with the initial placement of experts.  [default: trivial]",
         },
     )
     moe_a2a_backend: str = field(
         default="none",
-        metadata={"choices": A2A_BACKENDS, "help": "How tokens reach experts.  [default: none]"},
+        metadata={
+            "choices": A2A_BACKENDS,
+            "help": "All-to-all backend of experts.  [default: none]",
+        },
     )
     eplb_config: str | dict[str, Any] | None = field(
         default=None,
-        metadata={"metavar": "JSON", "help": "The options of EPLB as vLLM's JSON object."},
+        metadata={"metavar": "JSON", "help": "Options of EPLB as vLLM's JSON object."},
     )
 
 

@@ -58,8 +58,8 @@ class MediaOptions:
         metadata={
             "metavar": "JSON",
             "help": (
-                "Images and videos of one prompt, as a JSON object or image=N,video=N; 0 of both: "
-                "the encoder is not loaded.  [default: image=32,video=4]"
+                "Maximum images and videos per prompt, as a JSON object or image=N,video=N. With 0 "
+                "for both, the encoder is not loaded.  [default: image=32,video=4]"
             ),
         },
     )
@@ -67,7 +67,7 @@ class MediaOptions:
         default=None,
         metadata={
             "metavar": "FOLDER",
-            "help": "Folder of files that file:// URLs of images may name.  [default: none]",
+            "help": "Folder from which file:// URLs of images may be read.  [default: none]",
         },
     )
     allowed_media_domains: str | tuple[str, ...] | None = field(
@@ -75,8 +75,8 @@ class MediaOptions:
         metadata={
             "metavar": "HOSTS",
             "help": (
-                "Hosts that http:// and https:// URLs of images may name, with commas between "
-                "them.  [default: none]"
+                "Comma-separated hosts from which http:// and https:// URLs of images may be "
+                "fetched.  [default: none]"
             ),
         },
     )
@@ -84,7 +84,7 @@ class MediaOptions:
         default=None,
         metadata={
             "type": int,
-            "help": f"Pixels of an image before it is resized, at most.  [default: {PIXELS}]",
+            "help": f"Maximum pixels of an image before it is resized.  [default: {PIXELS}]",
         },
     )
 

@@ -22,8 +22,8 @@ class MlaOptions:
         default="same",
         metadata={
             "help": (
-                "Stream of the indexer of sparse attention in CUDA graphs of decode steps: second "
-                "runs it beside the products that do not wait for it.  [default: same]"
+                "CUDA stream of the indexer of sparse attention in graphs of decode steps: second "
+                "runs it concurrently with work that does not depend on it.  [default: same]"
             ),
             "choices": ("same", "second"),
         },

@@ -29,20 +29,23 @@ class NodeOptions:
 
     nnodes: int = field(
         default=1,
-        metadata={"type": int, "help": "Hosts that share the ranks evenly.  [default: 1]"},
+        metadata={
+            "type": int,
+            "help": "Number of hosts, which have equally many ranks.  [default: 1]",
+        },
     )
     node_rank: int = field(
         default=0,
         metadata={
             "type": int,
-            "help": "Number of this host; 0 has the engine and the API.  [default: 0]",
+            "help": "Index of this host; host 0 runs the engine and the API.  [default: 0]",
         },
     )
     dist_init_addr: str | None = field(
         default=None,
         metadata={
             "metavar": "HOST:PORT",
-            "help": "Address of node 0, at which the others report; beyond loopback "
+            "help": "Address of node 0, to which the others connect; beyond loopback "
             f"{SECRET_VARIABLE} must be set.",
         },
     )
@@ -52,13 +55,13 @@ class NodeOptions:
     )
     master_port: int | None = field(
         default=None,
-        metadata={"type": int, "help": "Its port.  [default: 29500]"},
+        metadata={"type": int, "help": "The port of --dist-init-addr.  [default: 29500]"},
     )
     dist_timeout: float = field(
         default=60.0,
         metadata={
             "type": float,
-            "help": "Seconds in which all ranks must have come.  [default: 60]",
+            "help": "Seconds within which all ranks have to connect.  [default: 60]",
         },
     )
 

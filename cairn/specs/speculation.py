@@ -67,24 +67,24 @@ class SpeculativeOptions:
         metadata={
             "type": int,
             "help": (
-                "Drafts side by side, which part at the first token; of NEXTN the others are one "
-                "token long.  [default: 1]"
+                "Number of alternative drafts, which differ in the first token. With NEXTN all but "
+                "the first have one token.  [default: 1]"
             ),
         },
     )
     speculative_ngram_min_match_window_size: int | None = field(
         default=None,
-        metadata={"type": int, "help": "Fewest tokens that NGRAM must match.  [default: 2]"},
+        metadata={"type": int, "help": "Minimum length of a match of NGRAM.  [default: 2]"},
     )
     speculative_ngram_max_match_window_size: int | None = field(
         default=None,
-        metadata={"type": int, "help": "Most tokens that NGRAM tries to match.  [default: 12]"},
+        metadata={"type": int, "help": "Maximum length of a match of NGRAM.  [default: 12]"},
     )
     speculative_config: str | dict[str, Any] | None = field(
         default=None,
         metadata={
             "metavar": "JSON",
-            "help": ("The options of speculative decoding as vLLM's JSON object."),
+            "help": "Options of speculative decoding as vLLM's JSON object.",
         },
     )
 

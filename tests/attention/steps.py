@@ -1,4 +1,4 @@
-"""Steps of rows from their starts on, in pools of numbers, without a runner."""
+"""Single-layer steps of rows over small pools, without a runner."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LANDMARK = HilsSpec(
 
 
 def backends_of(mixers: Sequence[GqaSpec], pages: int = 3, size: int = SIZE) -> Backends:
-    """In pools that hold numbers."""
+    """A step's pools, filled with random numbers."""
     schema = cache_schema(mixers, PageFormat(size, torch.float32))
     pools = CachePools(schema, PoolSizes((pages,) * len(schema.groups)), "cpu")
     for tensor in pools.tensors():
@@ -38,14 +38,15 @@ def backends_of(mixers: Sequence[GqaSpec], pages: int = 3, size: int = SIZE) -> 
 
 
 def rows_of(chunks: Sequence[tuple[int, int]], decoding: int = 0) -> StepRows:
-    """Rows 0, 1, ... that run (first slot, number of slots); the first of them decode."""
+    """A step of rows 0, 1, ..., each given as (first slot, number of slots); the first ones
+    decode."""
     first, count = (np.array(column, dtype=np.int64) for column in zip(*chunks, strict=True))
     slot = np.concatenate([np.arange(n, n + many) for n, many in chunks])
     return StepRows(np.arange(len(chunks)), first, count, slot, decoding)
 
 
 def batch_of(counts: Sequence[int], watch: Tensor | None = None) -> Batch:
-    """The first slots of rows, so many of each."""
+    """Rows that run the given numbers of slots from slot 0 on."""
     pages = [-(-count // SIZE) for count in counts]
     table = torch.zeros(len(counts), max(pages) + 1, dtype=torch.int32)
     for row, (end, count) in enumerate(zip(itertools.accumulate(pages), pages, strict=True)):
@@ -74,14 +75,14 @@ def step_of(
     told: bool = False,
     watch: Tensor | None = None,
 ) -> Step:
-    """A step of one layer; `told`: the host says which rows there are."""
+    """A step of one layer; `told`: the host knows the rows."""
     backends = backends_of([mixer], sum(-(-count // SIZE) for count in counts))
     rows = rows_of([(0, count) for count in counts]) if told else None
     return backends.step(batch_of(counts, watch), cuts, rows)
 
 
 def attend(step: Step, q: Tensor, k: Tensor) -> Tensor:
-    """What its layer gives of queries [T, h_q, d] and keys that are values too [T, h_kv, d]."""
+    """Output of the layer for queries [T, h_q, d]; keys [T, h_kv, d] are also the values."""
     (layer,) = step.layers
     selects = layer.backend.name == "hsa"
     output: Tensor = layer.run(HilsInputs(q, k, k, q) if selects else GqaInputs(q, k, k))

@@ -1,4 +1,4 @@
-"""How a backend has its op cut a step: whether slots are chunks of rows, and which are alone."""
+"""Hints that a backend passes to its op: which slots are chunks of rows, and which are single."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS = {
 
 
 def drawn(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys."""
+    """Random queries and keys."""
     return torch.randn(tokens, 4, 16), torch.randn(tokens, 2, 16)
 
 
@@ -56,8 +56,7 @@ def test_hint_reaches_the_op(name: str, chunked: bool, monkeypatch: pytest.Monke
 def test_slots_that_are_alone_are_attended_by_themselves(
     name: str, count: int, told: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """The same attention; the op is given them, and then the chunks with what is left of their
-    rows."""
+    """Chunks and single rows in one call, and in one call each, give the same attention."""
     op, heard = getattr(ops, name), []
 
     def hear(q, *args, **kwargs):
@@ -80,7 +79,7 @@ def test_slots_that_are_alone_are_attended_by_themselves(
         (300 - count, True, behind if given else None),
     ]
     heard.clear()
-    # Of few tokens nothing is cut into tiles.
+    # Below a number of tokens, no tiles are used.
     attend(step_of(layer, counts[:20], Cuts(False, count)), q[:20], k[:20])
     assert heard == [(20, False, None)]
 
@@ -133,7 +132,7 @@ def test_early_chunks_show_a_table_of_what_they_select(monkeypatch: pytest.Monke
         ([early + 50], [(early, 27)], [(early, 27), (50, 34)]),
         ([early + 50], [(early, 27), (50, 33)], [(early, 27), (50, 33)]),
         ([early + 250], [(early, 27), (60, 40)], [(early, 27), (60, 40), (190, 59)]),
-        # Of few tokens nothing is cut into tiles, nor of those that are looked at.
+        # Few tokens are not cut into tiles, also after the selection.
         ([40], [(40, 27)], [(40, 6)]),
         ([40, early], [(40, 27)], [(40 + early, 27)]),
     ):
@@ -146,7 +145,7 @@ def test_early_chunks_show_a_table_of_what_they_select(monkeypatch: pytest.Monke
 
 
 def test_fronts_of_rows_are_those_of_all_layers_that_look_for_pages():
-    """A layer that takes its window alone has none."""
+    """A layer that reads only its window has none."""
     looking = replace(LANDMARK, window=200)
     wider = replace(looking, window=300, num_kv_heads=4)
 

@@ -1,4 +1,4 @@
-"""How the slots of a step are cut into parts: by a step's rows, or for a graph's bucket."""
+"""How a step's slots are divided into parts, from the rows of the step or for a graph's bucket."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_fronts_are_attended_by_themselves_where_it_makes_a_difference(alone, fr
 
 
 def test_parts_know_their_slots_of_each_row():
-    """Any cuts of any rows: every slot once, with its row, and segments that name them."""
+    """Every slot is in one part, with its row and its segment, for random cuts of random rows."""
     rng = random.Random(2)
     for _ in range(40):
         counts = [rng.choice([1, 1, 5, 90, 200]) for _ in range(rng.randint(1, 12))]
@@ -107,7 +107,7 @@ def test_single_tokens_beside_a_chunk_decode():
     chunk, cutter = (0, 64), Cutter(())
     both = cutter.of_step(rows_of([(7, 1), (14, 2), chunk], decoding=2))
     assert both == Cuts(True, 16)
-    # The second one's landmark is alone too.
+    # The landmark of the second row is single, too.
     assert cutter.of_step(rows_of([(7, 1), (14, 2)], decoding=2)) == Cuts(False, 3)
     assert cutter.of_step(rows_of([chunk])) == Cuts(True, 0)
     assert decode_cuts(3) == Cuts(False, 3)
@@ -120,7 +120,7 @@ def test_slots_are_chunks_where_rows_have_many():
 
 
 def test_the_early_part_of_a_step_is_before_the_fronts_slot():
-    """As far as it is worth a launch of its own, and begins and ends at round addresses."""
+    """A front is cut off only if it is large enough for its own launch, at aligned addresses."""
 
     def early(*chunks: tuple[int, int], decoding: bool = False, limit: int = 640) -> int:
         cutter = Cutter([Front(limit, 10)])
@@ -143,7 +143,7 @@ def test_the_early_part_of_a_step_is_before_the_fronts_slot():
 
 
 def check_within(rows, cuts: Cuts, limits) -> None:
-    """Every slot of a front is within its limit."""
+    """Every slot of a front is below the limit of the front."""
     begin, most = cuts.alone, {limit.pages: limit.slots for limit in limits}
     for front in cuts.fronts:
         assert (rows.slot[begin : begin + front.slots] < most[front.pages]).all()
@@ -151,7 +151,7 @@ def check_within(rows, cuts: Cuts, limits) -> None:
 
 
 def test_the_second_front_follows_the_first():
-    """Of the second front all others or none."""
+    """The second front has all other slots or none."""
 
     def fronts(*chunks: tuple[int, int]) -> tuple[Front, ...]:
         rows, cutter = rows_of(chunks), Cutter(LIMITS)
@@ -174,12 +174,12 @@ def test_a_bucket_of_few_slots_of_many_rows_is_whole():
     cutter = Cutter(LIMITS)
     rows = rows_of([(n, 9) for n in range(20)])
     assert cutter.of_bucket(rows, UNCHUNKED) == WHOLE
-    # Of many slots it makes no difference.
+    # With many slots the results are equal.
     assert cutter.of_bucket(rows, UNCHUNKED + 64).chunked
 
 
 def test_a_bucket_has_the_cuts_that_waste_least():
-    """What is behind a step is padding: it may be of any front."""
+    """Padding after a step may be in any front."""
     cutter = Cutter((Front(32, 8),))
 
     def fronts(*chunks: tuple[int, int], bucket: int = 320, decoding: int = 0):
@@ -189,13 +189,13 @@ def test_a_bucket_has_the_cuts_that_waste_least():
     assert fronts((10, 23)) == Cuts(True, 0)
     rows = [(80, 1)] * 17
     assert fronts(*rows, (0, 24), decoding=17) == Cuts(True, 64, (Front(256, 8),))
-    # Here slots of the row are among those that are alone.
+    # Here some slots of the row are among the single ones.
     assert fronts(*rows, (8, 80), decoding=17) == Cuts(True, 64)
 
 
 @pytest.mark.parametrize("limits", [(), LIMITS[:1], LIMITS, (Front(32, 4),), (Front(0, 0),)])
 def test_every_step_has_cuts_among_its_buckets_cuts(limits):
-    """And its fronts hold what they say."""
+    """The fronts contain the slots that they declare."""
     rng, cutter, num_rows = random.Random(1), Cutter(limits), 40
     for _ in range(300):
         bucket = rng.choice([16, 64, 128, 256, 320, 1024, 4096])
@@ -216,7 +216,7 @@ def test_every_step_has_cuts_among_its_buckets_cuts(limits):
 
 
 def test_the_cpu_cuts_no_slots_off():
-    """Its tiles are of one row each."""
+    """The tiles of a chunk belong to one row each."""
     backends, rows = backends_of([LANDMARK, PLAIN]), rows_of([(80, 1), (0, 300)], 1)
     assert backends.cuts(rows, on_cpu=True) == Cuts(True)
     assert backends.cuts(rows, on_cpu=False) == Cuts(True, 16)

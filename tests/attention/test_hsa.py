@@ -1,4 +1,4 @@
-"""The landmark backend against the reference's intermediate tensors, without a model."""
+"""The landmark backend against intermediate tensors of the reference, without a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.harness import GOLDENS, TRACED, lengths, vectors
 
 
 def batch_of(slots: torch.Tensor, size: int, table: torch.Tensor) -> Batch:
-    """One row's slots as a batch."""
+    """The slots of one row as a batch."""
     page = table[slots // size].long()
     completed = torch.nonzero(slots % size == size - 1).flatten()
     return Batch(
@@ -79,7 +79,7 @@ def test_intermediate_tensors(case: str, chunk: int):
 
 
 def load_shared_query(case: str, layer: int):
-    """The learned prior query, rotated at given positions."""
+    """The learned prior query, rotated at the given positions."""
     path = GOLDENS / case / "model.safetensors"
     constant = load_file(path)[f"model.layers.{layer}.self_attn.q_c"]
     spec = load_spec(GOLDENS / case).mixers[layer].rotary
@@ -104,7 +104,7 @@ def check_summaries(golden, fields, pages: torch.Tensor) -> None:
 
 
 def check_selection(golden, fields, spec: HilsSpec, batch: Batch) -> None:
-    """Window branch, selected pages, scores and weights of every query at once."""
+    """Window branch, selected pages, scores and weights of all queries in one step."""
     k, v, page_table = fields["k"], fields["v"], batch.places[0].page_table
     where = (batch.row, batch.slot, page_table)
     o, lse = ops.window_attention(

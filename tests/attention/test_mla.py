@@ -1,4 +1,4 @@
-"""The backend of latent attention against softmax written out, on pages that nobody else owns."""
+"""The backend of latent attention against explicit softmax, with NaN in unowned pages."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def pools_of(mixers, pages: int = 12) -> CachePools:
 
 
 def step(counts: list[int], padding: int = 0, size: int = SIZE) -> Batch:
-    """All tokens of some rows, and slots of padding behind them."""
+    """All tokens of several rows, followed by padding slots."""
     columns = -(-max(counts) // size)
     pages = max(4, 48 // size)
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(2)).int()
-    # Entries behind a row are of pages that nobody owns.
+    # Entries after the end of a row refer to pages that nobody owns.
     table = torch.full((len(counts), columns), pages - 1, dtype=torch.int32)
     taken = iter(order[order != pages - 1].tolist())
     for row, count in enumerate(counts):
@@ -84,14 +84,14 @@ def drawn(tokens: int, indexer: bool) -> MlaInputs:
 
 
 def expected(inputs: MlaInputs, batch: Batch, index: IndexInputs | None) -> Tensor:
-    """Token by token; index: by which tokens are selected, None: all are."""
+    """The expected output, token by token. `index`: scores that select tokens; None selects all."""
     o = torch.zeros(len(batch.slot), HEADS, LATENT)
     keys = torch.cat((inputs.latent, inputs.k_pe), dim=-1)
     for t, (row, slot) in enumerate(zip(batch.row, batch.slot, strict=True)):
         seen = ((batch.row == row) & (batch.slot <= slot) & (batch.slot >= 0)).nonzero().flatten()
         if index is not None and len(seen) > TOPK:
             dots = torch.einsum("hd,sd->hs", index.q[t], index.k[seen]).relu()
-            # Two heads leave many scores 0: of equal ones the first counts.
+            # With two heads many scores are 0: equal scores are selected in order of position.
             best = (index.weights[t] @ dots).sort(descending=True, stable=True).indices
             seen = seen[best[:TOPK]]
         if len(seen):
@@ -127,7 +127,7 @@ def test_short_rows_are_not_scored():
             inputs = drawn(len(batch.slot), mixer.indexer is not None)
             o = layer.run(inputs)
             torch.testing.assert_close(o, expected(inputs, batch, None), rtol=1e-4, atol=1e-5)
-    # The keys are kept for later queries.
+    # Keys are stored for later queries.
     keys = pools.pages[0]["index_key"].flatten(0, 1)
     assert keys[batch.places[0].location].isfinite().all()
 
@@ -169,7 +169,7 @@ def test_a_layout_that_readers_do_not_know_refuses_to_start():
 
 @pytest.mark.parametrize("layout", [LINEAR, PRESHUFFLED])
 def test_records_and_keys_in_8_bits_are_near_those_in_32(layout):
-    """Few tokens are selected, of scores far apart: both select the same."""
+    """A small top-k of well separated scores: both paths select the same tokens."""
     torch.manual_seed(7)
     spec = replace(FULL, kv_lora_rank=128, rope_dim=16, indexer=IndexerSpec(4, 32, ROTARY))
     found = []
@@ -185,6 +185,6 @@ def test_records_and_keys_in_8_bits_are_near_those_in_32(layout):
         q, latent = torch.randn(tokens, HEADS, 144), torch.randn(tokens, 128)
         inputs = MlaInputs(q, latent, torch.randn(tokens, 16), index)
         found.append(Backends([spec], pools).step(batch).layers[0].run(inputs))
-    # Two neighbours in the order of a score may change places.
+    # Adjacent tokens in the order of scores may be swapped.
     off = (found[1] - found[0]).flatten(1).norm(dim=1) / found[0].flatten(1).norm(dim=1)
     assert 0 < float(off.median()) < 0.1

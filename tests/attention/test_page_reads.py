@@ -1,4 +1,4 @@
-"""Pages counted by slots, against a count query by query."""
+"""Counts of read pages by slot ranges, compared with a count per query."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counted(reads: PageReads) -> tuple[int, int, int, int]:
 def test_against_a_count_query_by_query(steps):
     rng = random.Random(steps)
     layers = [selecting(8, 2, 1), selecting(8, 2, 1), selecting(16, 3, 2)]
-    # Others select nothing, nor does a landmark layer that is computed as its window.
+    # Other mixers select nothing, and neither does a landmark layer that is computed as a window.
     others = [
         GqaSpec(num_heads=4, num_kv_heads=2, head_dim=8, rotary=None),
         replace(layers[2], backend="window"),
@@ -51,7 +51,7 @@ def test_against_a_count_query_by_query(steps):
         for slot in slots:
             for one in layers:
                 pages = set(range(slot // PAGE + 1))
-                # The window is aligned down to the start of a page.
+                # The window starts at a page border.
                 under = {p for p in pages if (p + 1) * PAGE > slot - one.local_window + 1}
                 queries += 1
                 held += len(pages)

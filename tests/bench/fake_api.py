@@ -1,4 +1,5 @@
-"""A scripted OpenAI-compatible server: tokens are four characters, times and failures are set."""
+"""A scripted OpenAI-compatible server: a token is four characters; delays and failures are
+settings."""
 
 import asyncio
 import json

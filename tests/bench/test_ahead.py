@@ -1,4 +1,4 @@
-"""What other processes run before ops are timed."""
+"""Processes that compile kernels before ops are timed."""
 
 import logging
 from importlib import import_module

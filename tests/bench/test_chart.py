@@ -13,7 +13,7 @@ def record(backend, context, ms, **fields):
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """Draws records and gives (figure's axes by title, path)."""
+    """Draws records; returns the axes of the figure by title, and the path."""
     kept = []
 
     def save(figure, path):
@@ -50,7 +50,7 @@ def test_a_line_for_each_backend_with_its_floor(drawn):
     lines = {line.get_label(): line for line in decode.lines if line.get_label()[0] != "_"}
     assert set(lines) == {"hsa, batch 1", "hsa, batch 1, shared pages", "dense, batch 1"}
     assert list(lines["hsa, batch 1"].get_xdata()) == [1024, 8192]
-    # The last record of a cell counts.
+    # The last record with the same settings is used.
     assert list(lines["hsa, batch 1"].get_ydata()) == [0.5, 0.9]
     assert len(decode.lines) == 2 * len(lines)
     assert len(axes["345m: prefill"].lines) == 2

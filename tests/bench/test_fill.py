@@ -1,4 +1,4 @@
-"""Random pages in the place of a prefill, in every pool that a model has."""
+"""Pools filled with random pages instead of a prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cairn bench ops` at tiny sizes on the CPU, and the truth of what ops declare."""
+"""`cairn bench ops` at tiny sizes on the CPU, and checks of what ops declare."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ def line(monkeypatch):
     monkeypatch.setattr(bench, "measure", lambda dtype, device: LINE)
     monkeypatch.setattr(bench, "measure_copy", lambda device: 5e9)
     monkeypatch.setitem(bench.SECONDS, "tiny", 0.0)
-    # As few calls as a median can be of.
+    # The minimum number of calls for a median.
     monkeypatch.setattr(timing, "REPEATS", (1, 1))
     monkeypatch.setitem(timing.COPIES, "cpu", 2)
 
@@ -61,7 +61,8 @@ def test_every_op_is_timed_at_every_size_it_declares(line):
 
 
 def test_the_alternative_is_the_fastest_from_outside(line, monkeypatch):
-    """Each measurement takes longer than the one before: the op's own implementations are first."""
+    """Each measurement is slower than the one before, and the op's own implementations are
+    first."""
     clock = itertools.count(1.0)
     monkeypatch.setattr(bench, "measure_calls", lambda *_: Timing(next(clock), "clock"))
     for row, _ in run_ops(plan("rmsnorm", "page_attention")):
@@ -73,7 +74,7 @@ def test_the_alternative_is_the_fastest_from_outside(line, monkeypatch):
             assert row.alternative_ms == row.others[row.alternative]
             assert row.speedup == pytest.approx(row.alternative_ms / row.ms)
         else:
-            # The definition is what was chosen, or too slow to stand beside.
+            # The definition is the chosen implementation, or too slow to compare.
             assert row.alternative is None
             assert row.fields()["speedup"] is None
 
@@ -81,7 +82,7 @@ def test_the_alternative_is_the_fastest_from_outside(line, monkeypatch):
 def test_an_op_and_the_best_alternative_are_measured_in_turns(line, monkeypatch):
     (norm,) = bench.chosen_ops(["rmsnorm"])
     slow, fast = object(), object()
-    # A device that grows slower from one measurement to the next.
+    # A device whose speed falls from one measurement to the next.
     took = {None: 1.0, slow: 9.0, fast: 1.0}
     measured = []
 

@@ -1,4 +1,4 @@
-"""Pages that neighbours share: counted, and more of them where prompts are made so."""
+"""Pages that neighbouring queries share, with and without prompts made for more sharing."""
 
 import torch
 
@@ -10,7 +10,7 @@ from tests.specs import hils_of
 
 
 def selected(make, key, z):
-    """Run one layer of 64 queries at the end of 40 pages."""
+    """Run one layer with 64 queries at the end of 40 pages."""
     paged = make.paged((320,), 1, 8, 16)
     row, slot, _ = paged.queries((64,))
     given = (make.randn(64, 1, 16), z, paged.k_cache, paged.v_cache, key, None)

@@ -48,13 +48,13 @@ def test_quantized_keys_and_values_are_a_byte_a_number():
     saved = roofline.decode_bytes(HSA, 8192, 1, "bfloat16") - roofline.decode_bytes(
         HSA, 8192, 1, "bfloat16", "fp8_e4m3"
     )
-    # At most 32 selected pages and 9 of the window of 512 slots, of 64 slots each.
+    # At most 32 selected pages and 9 pages of the window of 512 slots, of 64 slots each.
     read = (32 + 9) * 64
     assert 0.9 * read < saved / (16 * (PAIR - 260)) < 1.1 * read
 
 
 def brute_force_flops(spec, slots):
-    """Attention of every query of every layer, one by one."""
+    """Attention FLOPs, summed over all queries of all layers one by one."""
     total = 0.0
     own = spec.mixers[0]
     width = own.num_heads * own.head_dim
@@ -75,7 +75,7 @@ def brute_force_flops(spec, slots):
 @pytest.mark.parametrize("slots", [100, 2000, 6000])
 def test_prefill_flops(spec, slots):
     tables = (spec.embedding_rows + spec.head_rows * (not spec.tied)) * spec.hidden_size
-    # Norms are no products: a thousandth of the matrices.
+    # Norms are not matrix products: a thousandth of the matrices.
     matrices = roofline.decode_parameters(spec)
     assert matrices == pytest.approx(parameter_count(spec) - tables, rel=1e-3)
     head = 2 * spec.vocab_size * spec.hidden_size
@@ -84,7 +84,7 @@ def test_prefill_flops(spec, slots):
 
 
 def test_prefill_at_8k():
-    # 657 million operations a slot, published for this shape; the head counts once here.
+    # 657 million operations per slot, as published for this shape; the head is counted once here.
     assert roofline.prefill_flops(HSA, 8192) / 8192 == pytest.approx(657e6, rel=0.03)
 
 
@@ -110,7 +110,7 @@ def test_bytes_of_selecting_tokens():
             - roofline.decode_bytes(spec, slots, 1, "bfloat16", small)
             for slots in (short, long)
         ]
-        # Below what is selected nothing is scored, above it all of it.
+        # Below the number of selected tokens nothing is scored; above it all tokens are.
         few, many = 27 * (record * (short + 2) + key), 27 * (record * 2049 + key * (long + 2))
         assert read[1] - read[0] == pytest.approx(many - few, rel=1e-6)
 
@@ -137,7 +137,7 @@ HYBRIDS = {
 
 @pytest.mark.parametrize("shape", HYBRIDS)
 def test_published_geometries(shape):
-    """Names hold, and floors are what was worked out by hand."""
+    """Names are valid, and floors equal values computed by hand."""
     billions, *floors = HYBRIDS[shape]
     (kind,) = SHAPES[shape]
     spec = load_spec(config_of(shape, kind))

@@ -1,4 +1,4 @@
-"""The benchmarks on a fake engine: what they ask of it and what they make of its counters."""
+"""The benchmarks on a fake engine: the calls they make and the results from its counters."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def llms(monkeypatch):
         made.append(FakeLLM(model, options))
         made[-1].config = json.loads((Path(model) / "config.json").read_text())
         if made[-1].config["model_type"] == "qwen3":
-            # The fake's model is a landmark model: here it is run densely.
+            # The fake has a landmark model, which runs densely here.
             options = MixerOptions(attention_backend="dense")
             made[-1].spec = resolve_mixers(made[-1].spec, options, Notes())
         return made[-1]
@@ -130,7 +130,7 @@ def test_rows_that_did_not_decode_side_by_side_are_no_cell(llms, monkeypatch, co
 
     def crowded(self, prompts, *args, **kwargs):
         results = generate(self, prompts, *args, **kwargs)
-        # The third call decodes: one row after the other, or with pages taken from each other.
+        # The third call decodes: rows one after the other, or with preemptions.
         gained = {"preemptions": 1, "steps": 5, "prefill_tokens": 130}[count]
         if len(self.calls) > 3:
             self.counts[count] += gained

@@ -1,4 +1,4 @@
-"""The client against a scripted server: what it sends, what it measures, how failures are named."""
+"""The client against a scripted server: requests, measured times, and error messages."""
 
 import time
 
@@ -27,12 +27,12 @@ def test_a_stream_is_measured(chat):
         outcome = ask(api, Request("hello world!", 3, 5, chat=chat))
         assert outcome.complete and outcome.counted
         assert (outcome.input_tokens, outcome.output_tokens, outcome.cached_tokens) == (3, 5, 0)
-        # Neither the role nor the end of the stream is a piece of text.
+        # The role and the end of the stream are not pieces of text.
         assert len(outcome.stamps) == 5
         assert outcome.ttft >= 0.06
         assert outcome.e2e >= 0.06 + 4 * 0.02
         assert len(outcome.gaps) == 4
-        # The first piece may be seen late on a busy machine, which shortens its gap.
+        # On a busy machine the first piece may be received late, which shortens its gap.
         assert 0.04 < sum(outcome.gaps) <= outcome.e2e - outcome.ttft
         assert outcome.tpot == pytest.approx((outcome.e2e - outcome.ttft) / 4)
         assert outcome.text == ""

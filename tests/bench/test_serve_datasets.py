@@ -1,4 +1,4 @@
-"""Prompts: their lengths by each way of counting, shared prefixes, files of conversations."""
+"""Prompts: their lengths with each way of counting, shared prefixes, conversation files."""
 
 import json
 import random
@@ -39,7 +39,7 @@ def test_prompts_fit_exactly_where_the_server_counts():
 
 
 def test_a_vocabulary_that_no_proportion_fits():
-    """Words of odd lengths: the correction works on what is counted, not on an estimate."""
+    """Words of odd lengths: the correction uses the counted tokens, not an estimate."""
     with FakeApi() as api:
 
         async def main():
@@ -62,7 +62,7 @@ def test_a_tokenizer_folder_counts_instead_of_the_server():
         found, lengths = items(api, options, 2, default_model_path())
         assert api.tokenized == 0
     assert lengths.source == "tokenizer"
-    # A token of the model in the package is a byte.
+    # A token of the embedded model is a byte.
     assert [len(x.prompt) for x in found] == [50, 50]
 
 
@@ -131,7 +131,7 @@ def test_conversations_from_a_file(tmp_path, lines):
     path.write_text(text, encoding="utf-8")
     with FakeApi() as api:
         found, _ = items(api, DatasetOptions("sharegpt", path), 2)
-    # One is usable; the second prompt is the first again.
+    # Only one conversation is usable, so the second prompt repeats the first.
     assert [x.prompt for x in found] == ["What is a cairn, and who built it?"] * 2
     assert (found[0].input_len, found[0].output_len) == (9, 9)
 

@@ -1,4 +1,4 @@
-"""Arrivals, the limit of requests in flight, work at intervals, clients that leave."""
+"""Arrivals, the concurrency limit, periodic work, and clients that disconnect."""
 
 import asyncio
 import math
@@ -124,7 +124,7 @@ def test_a_duration_does_not_wait_for_an_arrival_after_it():
 
 
 def test_a_load_can_be_cancelled_at_any_moment():
-    """Also when the place of the next request becomes free in the same turn of the loop."""
+    """Also if the next request's slot becomes free in the same iteration of the event loop."""
 
     async def main():
         task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""`cairn bench serve`: the whole load against a scripted server, its report, record and chart."""
+"""`cairn bench serve` against a scripted server: the load, its report, record and chart."""
 
 import json
 import sys
@@ -65,7 +65,7 @@ def test_percentiles():
 def test_a_load_runs_to_its_end():
     with FakeApi(prefill=0.0005, pace=0.002) as api:
         found = load(api)
-        # One more request warms the server up.
+        # One additional request warms up the server.
         assert len(api.bodies) == 11
         assert api.most_running == 4
     report = found.report
@@ -78,7 +78,7 @@ def test_a_load_runs_to_its_end():
 def test_prompts_are_made_before_the_load_or_by_proportion():
     with FakeApi() as api:
         load(api, Pace(duration=0.3, max_concurrency=2))
-        # One text tells the proportion; the load itself is not counted.
+        # One text gives the characters per token; prompts of the load are not counted.
         assert api.tokenized == 1
         assert len(api.bodies) > 3
 
@@ -106,7 +106,7 @@ def test_the_abort_fraction_is_a_fraction():
 
 @pytest.fixture
 def cli(monkeypatch, capsys, tmp_path):
-    """Runs a command line with a file of records: (exit code, stdout, stderr, records)."""
+    """Runs a command line with a file of records; returns (exit code, stdout, stderr, records)."""
     path = tmp_path / "records.json"
 
     def call(*arguments):

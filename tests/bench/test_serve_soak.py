@@ -1,4 +1,4 @@
-"""`cairn bench soak`: the mix, the processes, the slopes, the record."""
+"""`cairn bench soak`: mix of requests, processes, slopes, record."""
 
 import asyncio
 import contextlib
@@ -23,9 +23,9 @@ from cairn.cli.main import main
 from cairn.errors import BadConfig
 from tests.bench.fake_api import FakeApi, tokens_of
 
-# It says itself who it is: before it runs, it is a process of hardly any memory.
+# The process reports its own pid: before it runs, it has hardly any memory.
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-# A parent that leaks memory and descriptors, with a child that does not.
+# A parent process that leaks memory and descriptors, with a child that does not.
 LEAKY = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
@@ -39,7 +39,7 @@ time.sleep(60)
 
 @pytest.fixture
 def family():
-    """A leaking process and its quiet child: (parent, child's pid)."""
+    """A leaking process and its child, which does not leak: (parent, child's pid)."""
     parent = subprocess.Popen([sys.executable, "-c", LEAKY], stdout=subprocess.PIPE)
     child = int(parent.stdout.readline())
     yield parent, child
@@ -94,7 +94,7 @@ def test_the_processes_of_a_server_are_found(family):
     end = time.monotonic() + 10
     while len(process_tree(parent.pid)) > 1 and time.monotonic() < end:
         time.sleep(0.01)
-    # The parent has not waited for it: a zombie is no process any more.
+    # The parent has not waited for the child: a zombie counts as ended.
     assert [state.pid for state in process_tree(parent.pid)] == [parent.pid]
     parent.kill()
     parent.wait()
@@ -190,7 +190,7 @@ def test_a_process_that_has_ended_cannot_be_watched(family):
     os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
     with FakeApi() as api:
         plan = SoakPlan(ServerAddress(api.url), 30.0, parent.pid, interval=0.1, settle=0.1)
-        # While nobody has waited for it, it is a zombie: gone as well.
+        # Until its parent waits for it, it is a zombie, which counts as ended.
         with pytest.raises(BadConfig, match="no process"):
             run(run_soak(plan))
 

@@ -1,4 +1,4 @@
-"""`cairn bench stall`: streams beside a long prompt."""
+"""`cairn bench stall`: a long prompt with concurrent streams."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def test_a_gap_belongs_to_the_prefill_when_any_part_of_it_lies_there():
     outcomes = [stream(0.5, 1.5, 2.0, 4.0, 4.5, 9.0, 9.5), stream(1.2, 2.2, 30.0)]
     before, during = split_gaps(outcomes, calm=1.0, prefill=Prefill(sent=3.0, first=8.0, tokens=5))
     assert before == [(2.0, 0.5), (2.2, pytest.approx(1.0))]
-    # The longest began before the prompt came or ended after its first token.
+    # The largest gaps began before the prompt arrived or ended after its first token.
     assert during == [(4.0, 2.0), (4.5, 0.5), (9.0, 4.5), (30.0, pytest.approx(27.8))]
 
 
@@ -61,7 +61,7 @@ def test_streams_that_stall_are_seen_to_stall():
     with FakeApi(prefill=0.0005, pace=0.005, stalled=0.1, long=500) as api:
         found = run(run_stall(plan(api)))
         assert api.most_running == 4
-        # Alone, beside the streams, alone again: never the same prompt.
+        # Without streams, with streams, without streams again; the prompts differ.
         longest = [body["prompt"] for body in api.bodies if len(body["prompt"]) > 2000]
         assert len(set(longest)) == len(longest) == 3
     assert found.alone.tokens == found.beside.tokens == 1000
@@ -73,7 +73,7 @@ def test_streams_that_stall_are_seen_to_stall():
 
 
 def test_the_faster_of_the_lone_prompts_counts():
-    """The first one pays for what a server does once: it is no measure of the lone speed."""
+    """The first prefill includes one-time costs of the server and is not the baseline."""
     with FakeApi(prefill=0.0005, pace=0.005, long=500, first_long=1.0) as api:
         found = run(run_stall(plan(api)))
     assert 0.5 <= found.alone.seconds < 1.5

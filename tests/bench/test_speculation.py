@@ -1,4 +1,4 @@
-"""Guesses in a measurement are right or wrong as its cases say."""
+"""Drafts in a measurement are right or wrong, as its cases define."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.failures.models import folder
 
 def test_copied_text_is_guessed(tmp_path, monkeypatch):
     monkeypatch.setattr(speculation, "TURNS", 1)
-    # Whatever steps take on this machine.
+    # Independent of measured step times on this machine.
     monkeypatch.setattr(speculation, "Pace", lambda *_: None)
     options = {"device": "cpu", "dtype": "float32", "load_format": "random"}
     subject = Subject(folder(tmp_path))

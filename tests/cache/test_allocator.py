@@ -1,4 +1,4 @@
-"""Free pages: never two holders, never freed twice."""
+"""The page allocator: no page has two owners, none is freed twice."""
 
 from __future__ import annotations
 

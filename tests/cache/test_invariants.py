@@ -1,4 +1,4 @@
-"""The ledger check finds each kind of damage and names the pages."""
+"""The ledger check detects each kind of corruption and names the pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from cairn.errors import InvariantError
 
 
 def busy() -> tuple[PageCache, list[Lease]]:
-    """Twenty pages: a cached prefix of three shared by two leases, one duplicate, private pages."""
+    """Twenty pages: a cached prefix of three pages shared by two leases, a duplicate, and private
+    pages."""
     cache = PageCache(20, SlotMap(4, landmarks=True))
     tokens = list(range(30))
     first, twin = cache.open(tokens, 9), cache.open(tokens, 9)

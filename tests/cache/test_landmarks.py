@@ -1,4 +1,4 @@
-"""The arithmetic of slots against landmarks inserted one by one."""
+"""Conversion between tokens and slots, compared with inserting landmarks one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAPS = [SlotMap(size, landmarks) for size in (2, 4, 16, 64) for landmarks in (Tr
 
 
 def inserted(slots: SlotMap, n_tokens: int) -> list[int]:
-    """The sequence of token numbers with the landmarks in place, built one token at a time."""
+    """Token numbers with landmarks inserted, built one token at a time."""
     sequence: list[int] = []
     for token in range(n_tokens):
         sequence.append(token)
@@ -27,7 +27,7 @@ def inserted(slots: SlotMap, n_tokens: int) -> list[int]:
 
 
 def positions(sequence: list[int]) -> list[int]:
-    """A landmark has the position of the user token that comes next."""
+    """A landmark has the position of the next user token."""
     tokens_before = 0
     result = []
     for entry in sequence:
@@ -80,7 +80,7 @@ def test_division_rounds_down_left_of_the_start(size: int, token: int) -> None:
     slot = slots.slot_of(token)
     assert not slots.is_landmark(slot)
     assert slots.token_at(slot) == token
-    # Moving by whole pages moves everything by whole pages, across zero too.
+    # Shifting by whole pages shifts all results by whole pages, also across zero.
     assert slots.slot_of(token + 3 * (size - 1)) == slot + 3 * size
     assert slots.page_of(slot) * size <= slot < (slots.page_of(slot) + 1) * size
 

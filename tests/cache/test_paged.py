@@ -1,4 +1,4 @@
-"""The page cache as a whole: leases, and a long random walk beside a plain model of it."""
+"""The page cache: leases, and a random walk compared with a simple model of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = list(range(100, 112))
 
 
 def cached(cache: PageCache, tokens: list[int]) -> list[int]:
-    """Cache the complete pages of `tokens` and give the lease back."""
+    """Cache the complete pages of `tokens` and release the lease."""
     lease = cache.open(tokens, 1000)
     assert cache.grow(lease, cache.slots.pages_for(len(tokens)))
     cache.commit(lease, tokens)
@@ -210,8 +210,8 @@ def test_a_thousand_short_requests_leak_nothing() -> None:
     assert report.free + report.evictable == 16
 
 
-# A random walk of the cache beside a model that knows prefixes as plain tuples: no tree, no edges,
-# no heap. A prefix is the tuple of its page patterns; patterns are few, so prefixes really collide.
+# A random walk of the cache, compared with a model that stores prefixes as tuples of page patterns,
+# without tree, edges and heap. There are few patterns, so prefixes collide.
 
 POOL = 40
 STEPS = 5_000
@@ -219,7 +219,7 @@ Prefix = tuple[int, ...]
 
 
 class Sequence:
-    """An open lease and what the model knows of it."""
+    """An open lease and the model's knowledge of it."""
 
     def __init__(self, lease: Lease, prefix: Prefix, tokens: Tokens) -> None:
         self.lease = lease
@@ -231,7 +231,7 @@ class Sequence:
 
 
 class Walk:
-    """The cache under test, its model, and random operations that compare the two."""
+    """The cache under test, its model, and random operations that compare them."""
 
     def __init__(self, page_size: int, seed: int) -> None:
         self.draw = random.Random(seed)
@@ -352,7 +352,7 @@ class Walk:
         return {s.prefix[: depth + 1] for s in self.open for depth in range(s.committed)}
 
     def evict(self, count: int) -> None:
-        """Drop the least recently released prefixes that nothing continues and nobody holds."""
+        """Drop the least recently released prefixes that have no children and no lease."""
         locked = self.locked() if count > 0 else set()
         for _ in range(count):
             continued = {prefix[:-1] for prefix in self.cached}

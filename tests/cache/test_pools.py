@@ -1,4 +1,4 @@
-"""What layers keep, and its device tensors: shapes, groups, sizes, refusal."""
+"""Device tensors of what layers keep: shapes, groups, sizes, errors."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_windowed_layers_beside_others_have_pages_of_their_own() -> None:
     schema = cache_schema([WINDOW, DENSE, WINDOW, PRIOR], PageFormat(16, F32))
     assert [group.layers for group in schema.groups] == [(1, 3), (0, 2)]
     assert [groups["k"] for groups in schema.group_of] == [1, 0, 1, 0]
-    # The first of 100 slots is at most 7 pages of 16 before the last.
+    # The first of 100 slots is at most 7 pages of 16 slots before the last.
     assert [group.reach for group in schema.groups] == [None, 7] and schema.reach == 7
     pools = CachePools(schema, PoolSizes((5, 3)), "cpu", spare=True)
     assert [len(fields["k"]) for fields in pools.pages] == [4, 6, 4, 6]
@@ -143,7 +143,7 @@ def test_where_all_layers_look_at_windows_their_pages_stay() -> None:
 
 @pytest.mark.parametrize("window, reach", [(1, 0), (2, 1), (17, 1), (18, 2), (33, 2)])
 def test_reach_of_the_widest_window(window: int, reach: int) -> None:
-    """A query in the first slot of its page sees so many pages before."""
+    """The number of pages before that a query in the first slot of its page reads."""
     narrow = LayerSchema((PageField("k", (4,), F32, window=1),))
     wide = LayerSchema((PageField("k", (4,), F32, window=window),))
     whole = LayerSchema((PageField("k", (4,), F32),))
@@ -163,7 +163,7 @@ def test_a_layer_with_fields_that_stay_and_fields_under_a_window() -> None:
 
 
 def test_states_of_rows_and_snapshots_of_them() -> None:
-    """Running rows come first, then the one of nobody, then snapshots."""
+    """Running rows come first, then the padding row, then snapshots."""
     paged = LayerSchema((PageField("k", (4,), F32),))
     schema = CacheSchema([STATE, paged, STATE], 16)
     assert schema.row_bytes == 2 * (2 * 3 * 4 + 5 * 2) and schema.has_rows

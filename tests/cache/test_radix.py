@@ -1,4 +1,4 @@
-"""The prefix tree alone: matching, splitting, locking, eviction order, cost."""
+"""The prefix tree: matching, splitting, locking, eviction order, cost."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SIZE = 3
 
 
 def tokens_of(text: str) -> list[int]:
-    """One page per letter; pages of different letters differ in their last token only."""
+    """One page per letter; pages of different letters differ only in their last token."""
     return [token for letter in text for token in (7, 7, ord(letter))]
 
 
 def add(tree: RadixTree, text: str, first_page: int) -> Node:
-    """Cache `text`, with page ids first_page, first_page + 1, ..., and keep it locked."""
+    """Cache `text` in pages first_page, first_page + 1, ..., and keep it locked."""
     node, pages = tree.acquire(tokens_of(text), 1000)
     keys = page_keys(tokens_of(text), len(pages), len(text), SIZE)
     ids = list(range(first_page + len(pages), first_page + len(text)))
@@ -34,7 +34,7 @@ def put(tree: RadixTree, text: str, first_page: int) -> None:
 
 
 def look(tree: RadixTree, text: str, max_pages: int = 1000) -> list[int]:
-    """Pages found for `text`. Counts as a use."""
+    """The pages found for `text`. Counts as a use."""
     node, pages = tree.acquire(tokens_of(text), max_pages)
     tree.release(node)
     return pages
@@ -82,7 +82,7 @@ def test_marks_are_part_of_the_keys_of_the_pages_that_they_touch() -> None:
     marks = [Mark(4, 8, b"one"), Mark(8, 9, b"two")]
     marked = page_keys(ids, 0, 4, 3, marks)
     assert [a == b for a, b in zip(plain, marked, strict=True)] == [True, False, False, True]
-    # Whichever pages are asked for, and however far a sequence is converted.
+    # For any range of pages, and any part of the sequence that has been converted.
     for first in range(4):
         for last in range(first, 5):
             assert page_keys(ids, first, last, 3, marks) == marked[first:last]
@@ -259,7 +259,7 @@ def test_the_heap_does_not_grow_with_use() -> None:
 
 
 def test_a_step_costs_edges_not_pages() -> None:
-    """Locking and growing a long prefix touches few objects: counted, not timed."""
+    """Locking and growing a long prefix touches few objects, which are counted instead of timed."""
     tree = RadixTree(SIZE)
     pages = 20_000
     tokens = np.arange(pages * SIZE + SIZE * 50, dtype=np.int32)

@@ -1,5 +1,5 @@
-"""The ledger of snapshots: nothing leaks, nothing is given out twice, and what a sequence resumes
-from is what its prefix left."""
+"""The ledger of snapshots: no leaks, no snapshot with two owners, and sequences resume from the
+state of their own prefix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cache_of(pages: int, snapshots: int, interval: int = 4, prefix_caching: bool
 
 
 def prefill(cache: PageCache, tokens: list[int]) -> Lease:
-    """A request that computes all of its prompt, cut where snapshots should be."""
+    """A request that computes its whole prompt, in chunks that end at snapshots."""
     lease = cache.open(tokens, (len(tokens) - 1) // 4)
     cache.resume(lease)
     assert cache.grow(lease, -(-len(tokens) // 4))
@@ -36,7 +36,7 @@ def prefill(cache: PageCache, tokens: list[int]) -> Lease:
 
 
 def serve(cache: PageCache, tokens: list[int]) -> int:
-    """The same from its beginning to its end; pages that it found."""
+    """A request from beginning to end; returns the cached pages that it found."""
     lease = prefill(cache, tokens)
     check(cache, [lease])
     cache.close(lease)
@@ -49,13 +49,13 @@ def test_a_prefix_is_found_up_to_a_snapshot() -> None:
     tokens = list(range(50))
     assert serve(cache, tokens) == 0
     assert cache.states is not None
-    # The last border of the prompt, and every fourth page.
+    # The last page border of the prompt, and every fourth page.
     assert sorted(cache.states.beside) == sorted(
         cache.tree.match(tokens, 12)[i - 1] for i in (4, 8, 12)
     )
     assert serve(cache, [*tokens[:48], 1, 2]) == 12
     assert serve(cache, [*tokens[:40], 1, 2]) == 8
-    # The branch without one left one for the next.
+    # The branch without a snapshot left one for the next branch.
     assert serve(cache, [*tokens[:40], 3, 4]) == 10
 
 
@@ -129,7 +129,7 @@ def test_a_decoding_sequence_keeps_one() -> None:
         cache.commit(lease, tokens, 4 * pages)
     check(cache, [lease])
     others = [cache.states.take() for _ in range(7)]
-    # The prompt's and the newest are given up last.
+    # The snapshots of the prompt and the newest one are evicted last.
     path = cache.tree.match(tokens, 10)
     assert path[9] in cache.states.beside
     cache.states.free(n for n in others if n is not None)
@@ -175,7 +175,7 @@ class Walk:
         self.running: list[tuple[Lease, list[int], int]] = []
 
     def act(self) -> None:
-        """Let one thing happen."""
+        """Run one random operation."""
         action, running = self.rng.random(), self.running
         if action < 0.3 and len(running) < 4:
             self._open()
@@ -198,7 +198,7 @@ class Walk:
         cache, rng = self.cache, self.rng
         snapshot = cache.resume(lease)
         if snapshot is not None:
-            # Whatever came in between, it is the state that this prefix left.
+            # Whatever ran in between, the state is the one that this prefix left.
             assert self.held[snapshot] == tuple(tokens[:done])
         decoding = done == len(tokens)
         if decoding:
@@ -222,7 +222,7 @@ class Walk:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests(seed: int) -> None:
-    """Whatever comes: a sequence resumes from the state that its own prefix left."""
+    """A sequence resumes from the state of its own prefix, in random schedules."""
     walk = Walk(seed)
     for _ in range(600):
         walk.act()

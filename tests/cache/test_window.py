@@ -1,4 +1,4 @@
-"""Pages of window layers: what is given back, what is kept to resume from, and a random walk."""
+"""Pages of window layers: release, retention for resuming, and a random walk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cache_of(pages: int, window_pages: int, prefix_caching: bool = True) -> Page
 
 
 def advance(cache: PageCache, lease: Lease, tokens: list[int], step: int = 1) -> int:
-    """Compute all complete pages of a lease; the most window pages that it held."""
+    """Compute all complete pages of a lease; returns the maximum number of window pages it held."""
     most = 0
     for end in range(len(lease.pages) + step, len(tokens) // 3 + step, step):
         assert cache.grow(lease, min(end, len(tokens) // 3))
@@ -34,7 +34,7 @@ def advance(cache: PageCache, lease: Lease, tokens: list[int], step: int = 1) ->
 
 
 def serve(cache: PageCache, tokens: list[int]) -> int:
-    """A request from its beginning to its end; pages that it found."""
+    """A request from beginning to end; returns the cached pages that it found."""
     lease = cache.open(tokens, (len(tokens) - 1) // 3)
     advance(cache, lease, tokens)
     cache.close(lease)
@@ -62,7 +62,8 @@ def test_the_last_pages_are_resumed_from() -> None:
     assert serve(cache, tokens) == 0
     other = [7] * 90
     assert serve(cache, other) == 0
-    # The end of the first outlives all that the second's window passed by.
+    # The end of the first sequence is kept longer than the pages that the second one's window has
+    # left.
     assert serve(cache, [*tokens, 1, 2, 3]) == 30
     check(cache, [])
 
@@ -74,14 +75,15 @@ def test_without_the_window_a_shorter_prefix_is_found() -> None:
     lease = cache.open([*tokens[:60], 5, 5, 5], 20)
     assert (lease.cached_pages, lease.missed, lease.window) == (0, 20, [])
     advance(cache, lease, [*tokens[:60], 5, 5, 5])
-    # Where it parts from the cached prefix the next one does not have to begin again.
+    # The next request that branches here can resume at the branch.
     cache.close(lease)
     assert serve(cache, [*tokens[:60], 6, 6, 6]) == 20
     check(cache, [])
 
 
 def test_pages_of_duplicates_come_to_the_cached_ones() -> None:
-    """The tree has the tokens, but not the window: whoever computes it again leaves it there."""
+    """The tree has the tokens, but not the window: the request that recomputes it stores it
+    there."""
     cache = cache_of(60, 20)
     tokens = list(range(30))
     serve(cache, tokens)
@@ -183,8 +185,8 @@ Prefix = tuple[int, ...]
 
 
 class Walk:
-    """Random operations beside a model that knows prefixes as tuples. Which prefixes are cached it
-    asks the tree, whose own walk is in test_paged."""
+    """Random operations compared with a model that stores prefixes as tuples. It asks the tree
+    which prefixes are cached; test_paged tests the tree."""
 
     def __init__(self, seed: int, prefix_caching: bool) -> None:
         self.draw = random.Random(seed)
@@ -272,7 +274,7 @@ class Walk:
             self.users.update(lease.window[-count:])
 
     def forget(self) -> set[int]:
-        """Prefixes have left the tree: what lay beside them is free."""
+        """Prefixes have been evicted from the tree, so their window pages are free."""
         cached = self.cached()
         gone = {w for p, w in self.beside.items() if p not in cached}
         self.beside = {p: w for p, w in self.beside.items() if p in cached}

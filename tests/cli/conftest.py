@@ -9,7 +9,7 @@ from tests.fake_llm import FakeLLM
 
 @pytest.fixture
 def llms(monkeypatch):
-    """Every LLM that a command makes is a fake, and is kept in this list."""
+    """Commands create fake LLMs, which are collected in this list."""
     made = []
 
     def make(model=None, **options):
@@ -22,7 +22,7 @@ def llms(monkeypatch):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs a command line: (exit code, stdout, stderr)."""
+    """Runs a command line; returns (exit code, stdout, stderr)."""
 
     def call(*arguments, stdin=None):
         if stdin is not None:

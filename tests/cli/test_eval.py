@@ -1,4 +1,4 @@
-"""`cairn eval`: options, tables, records, charts, and what is refused."""
+"""`cairn eval`: options, tables, records, charts, and errors."""
 
 import json
 

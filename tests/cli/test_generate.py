@@ -52,7 +52,7 @@ def test_without_a_tokenizer_ids_are_shown(run, llms, monkeypatch):
 
 @pytest.mark.parametrize("options", [(), ("--chat",)])
 def test_an_empty_text_is_shown_as_one(run, llms, monkeypatch, options):
-    """Where the output ends at once, by a stop string or an end of text, no ids stand for it."""
+    """An output that ends at once, by a stop string or end of text, prints no ids."""
     monkeypatch.setattr("tests.fake_llm.FakeLLM.answer", staticmethod(lambda prompt: ""))
     assert run("generate", "--prompt", "x", *options)[1] == "\n"
 
@@ -128,7 +128,7 @@ def test_grammar_from_a_file(run, llms, tmp_path):
 def test_every_field_has_an_option():
     names = {parameter.name for parameter in generate.params}
     assert {field.name for field in fields(SamplingParams)} <= names
-    # The last one is for the server to set.
+    # The server sets the last one.
     other = {"seed", "enable_prefix_caching", "expert_engines"}
     assert {field.name for field in fields(EngineOptions)} == {*ENGINE_NAMES, *other}
     assert {*ENGINE_NAMES, "engine_seed", "no_prefix_caching"} <= names

@@ -1,4 +1,4 @@
-"""`python -m cairn` is the command."""
+"""`python -m cairn` runs the command."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def made():
 
 @pytest.fixture
 def pages_once(monkeypatch):
-    """What the pages say is for tests of the ops: here they are made once."""
+    """Tests of the ops check the pages' content; this test generates them once."""
     once = made()
     monkeypatch.setattr("cairn.ops.docs.pages", lambda measured: once)
 
@@ -128,7 +128,8 @@ def test_inspect_json(run, folder):
     assert report["layers"] == {
         "0-15": "landmark selection: top 32 pages and a window of 512 slots, prior summaries"
     }
-    # Of 16 layers: keys and values 64 x 2 x 64, summaries 16 x 64 and a float32 bias of 16 heads.
+    # For one of 16 layers: keys and values 64 x 2 x 64, summaries 16 x 64 and a float32 bias of 16
+    # heads.
     assert report["memory"]["summary_bytes_per_page"] == 16 * (16 * 64 * 2 + 16 * 4)
     assert report["memory"]["bytes_per_page"] == 16 * (2 * 64 * 2 * 64 * 2 + 2112)
     assert report["memory"]["tokens_per_page"] == 63

@@ -12,7 +12,7 @@ from cairn.server.options import ServerOptions
 
 @pytest.fixture
 def started(monkeypatch):
-    """What the command would have started: (model, engine options, server options)."""
+    """What the command would start: (model, engine options, server options)."""
     calls = []
 
     def run(model, engine, server, say):

@@ -11,7 +11,7 @@ RIGHT = {fact.question: fact.answer for fact in make_facts(2, random.Random(0))}
 
 
 def know(prompt):
-    """The right answer to a question, whatever the document."""
+    """The right answer to a question, for any document."""
     return next((a for question, a in RIGHT.items() if prompt.endswith(question)), "x")
 
 

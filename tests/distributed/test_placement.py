@@ -1,4 +1,4 @@
-"""Placements of experts: all are somewhere, none twice on a rank, and loads are even."""
+"""Placements of experts: every expert is placed, none twice on a rank, and loads are balanced."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_copies_even_out_a_skewed_load() -> None:
     assert imbalance(loads, trivial(8, 4, 0)) == pytest.approx(31 / (37 / 4))
     found = rebalanced(loads, trivial(8, 4, 4))
     assert imbalance(loads, found) < 1.1
-    # Of what a rank keeps nothing moves.
+    # Experts that a rank keeps do not move.
     changed = rebalanced(loads[::-1], found)
     for before, now in zip(found, changed, strict=True):
         kept = np.isin(before, now)

@@ -1,4 +1,4 @@
-"""Engine processes for tests: one that is shared, and one for each test that ruins it."""
+"""Engine processes for tests: a shared one, and one for each test that breaks it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cairn.engine.submission import Submission
 MODEL = default_model_path()
 OPTIONS = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "16MiB", "max_num_seqs": 16}
 PATIENCE = 60.0
-"""Seconds that anything may take on a busy machine."""
+"""Time limit of an operation on a busy machine, in seconds."""
 
 
 def make_client(options: dict | None = None, model: Path = MODEL, **client) -> EngineClient:
@@ -39,7 +39,7 @@ async def engine(options: dict | None = None, **client) -> AsyncIterator[EngineC
 
 @dataclass
 class Output:
-    """One continuation put together from its deltas."""
+    """An output joined from its deltas."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Output:
 
 
 async def collect(submission: Submission, n: int = 1) -> list[Output]:
-    """The continuations of a submission that is iterated to its end."""
+    """The outputs of a submission, iterated to its end."""
     outputs = [Output() for _ in range(n)]
     with submission:
         async for delta in submission:
@@ -67,7 +67,7 @@ async def collect(submission: Submission, n: int = 1) -> list[Output]:
 
 
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> float:
-    """Wait until something holds; returns how long that took."""
+    """Wait until `condition` holds; returns the seconds that it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, "it never came to hold"
@@ -76,7 +76,7 @@ async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> flo
 
 
 def gone(pid: int) -> bool:
-    """No such process, or a dead one that nobody has reaped."""
+    """Whether a process does not exist or is a zombie."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

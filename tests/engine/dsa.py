@@ -1,4 +1,5 @@
-"""What layers of latent attention select and give, seen from outside while an engine runs."""
+"""Records which tokens layers of latent attention select, and their outputs, while an engine
+runs."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ GOLDENS = Path(__file__).parent.parent / "data" / "goldens" / "dsa"
 CASES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
 
 Place = tuple[int, int, int]
-"""Layer, row of the page table, slot."""
+"""(layer, row of the page table, slot)."""
 
 TOPK, PAGE = 32, 16
 BLOCK: dict[str, Any] = {
@@ -61,7 +62,7 @@ FORMATS = ("auto", "fp8_ds")
 
 
 def made(folder: Path, family: str, **options: Any) -> Built:
-    """An engine with random weights, which are a device's own, or those of the folder."""
+    """An engine with random weights, generated on the device or read from the folder."""
     if options.get("load_format") != "auto":
         (folder / "config.json").write_text(json.dumps(BLOCK | FAMILIES[family]), encoding="utf-8")
     given = {
@@ -76,7 +77,7 @@ def made(folder: Path, family: str, **options: Any) -> Built:
 
 
 def store(folder: Path, config: dict[str, Any]) -> None:
-    """A model folder with random weights, the same for every device."""
+    """A model folder with random weights, equal on every device."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     generator, tensors = torch.Generator().manual_seed(3), {}
@@ -88,13 +89,13 @@ def store(folder: Path, config: dict[str, Any]) -> None:
 
 
 def prompts_of(seed: int) -> list[list[int]]:
-    """Below, at and above what is selected, over a page border and far behind it."""
+    """Prompt lengths below, at and above top-k, across a page border and far beyond it."""
     lengths = (3, TOPK - 1, TOPK, TOPK + 1, 5 * PAGE, 300, 613)
     return [text(seed + i, length, 250) for i, length in enumerate(lengths)]
 
 
 class Seen:
-    """What was seen, by place.
+    """What layers selected and computed, by place.
 
     Attributes:
         selected: positions, ascending.
@@ -113,7 +114,8 @@ class Seen:
         self._layer, self._places = 0, [(0, 0)]
 
     def began(self, layer: int, plan: Any) -> None:
-        """A layer runs; all that its queries see counts as selected until something selects."""
+        """A layer runs. All tokens that its queries see count as selected, unless `select` is
+        called."""
         rows, slots = plan.batch.row.tolist(), plan.batch.slot.tolist()
         self.rows += [row for row in dict.fromkeys(rows) if row not in self.rows]
         self._layer, self._places = layer, list(zip(rows, slots, strict=True))
@@ -139,7 +141,7 @@ class Seen:
             self.attn_out[self._layer, row, slot] = x[line].cpu().clone()
 
     def sets(self, row: int, slots: range, topk: int) -> Tensor:
-        """[F, slots, topk] int16, -1 behind positions, as goldens have it."""
+        """[F, slots, topk] int16, -1 after the selected positions, in the format of the goldens."""
         lines = [[self.selected[layer, row, slot] for slot in slots] for layer in self.full]
         padded = [[own + [-1] * (topk - len(own)) for own in layer] for layer in lines]
         return torch.tensor(padded, dtype=torch.int16)
@@ -147,7 +149,7 @@ class Seen:
 
 @contextlib.contextmanager
 def watched(built: Built) -> Iterator[Seen]:
-    """Within, what the engine's layers select and give is seen."""
+    """Context manager: record what the engine's layers select and compute."""
     seen, run, select = Seen(built), MlaBackend.run, ops.select_topk
 
     def running(self, layer, inputs, plan):

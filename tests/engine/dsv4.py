@@ -1,4 +1,4 @@
-"""Small DeepSeek-V4 models with random weights, and their logits from the formulas written out."""
+"""Small DeepSeek-V4 models with random weights, and their logits computed from the formulas."""
 
 from __future__ import annotations
 
@@ -57,25 +57,26 @@ CONFIG: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-"""Every kind of layer; with pages of 16 a page holds 4 entries, or two pages hold one."""
+"""All kinds of layers; with pages of 16 slots a page holds 4 entries, or an entry spans two
+pages."""
 PAGE = 16
 
 
 def made(folder: Path, **options: Any) -> Built:
-    """An engine on such a model, whose weights no file holds."""
+    """An engine with generated weights."""
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     given = {"load_format": "random", "page_size": PAGE, "kv_cache_memory": "16MiB"}
     return engine(str(folder), **given | options)
 
 
 def saved(folder: Path, **changes: Any) -> dict[str, Tensor]:
-    """Write such a model, config.json and weights, to a folder; returns the weights."""
+    """Write config.json and weights of such a model to a folder; returns the weights."""
     config = CONFIG | changes
     model = load_model(folder, load_spec(config), torch.float32, "cpu", random_seed=1)
     tensors = {weight.source: weight.place.clone() for weight in model.weights()}
     for name, tensor in tensors.items():
         if name.endswith(("_scale", "ape", "attn_sink")):
-            # Else too small to be seen.
+            # Otherwise it would have no visible effect.
             tensor.mul_(3.0)
     write(folder, config, tensors)
     return tensors
@@ -99,7 +100,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> N
 
 
 def blocked(stored: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    """Store a matrix in e4m3; returns what it is worth."""
+    """Store a matrix in e4m3; returns its dequantised values."""
     rows, columns = (-(-n // 128) for n in tensor.shape)
     exponent = torch.arange(rows * columns).view(rows, columns) % 3 - 8
     scale = exponent.float().exp2().repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -112,7 +113,7 @@ def blocked(stored: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
 
 
 def coded(stored: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    """Store a matrix in e2m1; returns what it is worth."""
+    """Store a matrix in e2m1; returns its dequantised values."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = torch.cat((values, -values))
     groups = tensor.unflatten(1, (-1, 32))
@@ -139,11 +140,11 @@ class Reference:
         self.c, self.w = config, weights
 
     def logits(self, ids: list[int]) -> Tensor:
-        """[n, V] float32."""
+        """Logits, [n, V] float32."""
         return self._joined(self._streams(ids), "")
 
     def guessed(self, ids: list[int]) -> Tensor:
-        """[n - 1, V] float32: of the draft layer, what follows each token but the first."""
+        """Logits of the draft layer after each token but the first, [n - 1, V] float32."""
         at, tokens = "mtp.0.", torch.tensor(ids[1:])
         x = self._rms(self.w["embed.weight"][tokens], f"{at}enorm.weight")
         x = x @ self.w[f"{at}e_proj.weight"].T
@@ -152,7 +153,7 @@ class Reference:
         return self._joined(self._layer(streams, at, SLIDING, tokens), at)
 
     def _streams(self, ids: list[int]) -> list[Tensor]:
-        """Behind the last layer, each [n, hidden]."""
+        """Hidden states after the last layer, each [n, hidden]."""
         tokens = torch.tensor(ids)
         x = self.w["embed.weight"][tokens]
         streams = [x.clone() for _ in range(self.c["hc_mult"])]

@@ -1,4 +1,4 @@
-"""An engine without a model: real scheduler, cache and output, fake executor."""
+"""An engine without a model: the real scheduler, cache and output with a fake executor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 10
 
 
 def next_token(request_id: str, index: int) -> int:
-    """The token that the fake model gives a request at an output index."""
+    """The token that the fake model generates for a request at an output index."""
     return zlib.crc32(f"{request_id}/{index}".encode()) % VOCAB
 
 
@@ -42,8 +42,13 @@ def fake_core(
     drafter: Drafter | None = None,
     host: tuple[int, ...] | None = None,
 ) -> EngineCore:
-    """An engine over a fake executor; with window pages some layers have pages of their own, with
-    snapshots (any number) some are recurrent. host: places for records in host memory, by kind."""
+    """An engine with a fake executor.
+
+    Args:
+        window_pages: some layers have window pages, this many.
+        snapshots: some layers are recurrent, with this many snapshots.
+        host: places for records in host memory, by kind.
+    """
     slots = SlotMap(page_size, landmarks)
     longest = max_model_len or slots.tokens_in(pages * page_size)
     window = WindowPages(window_pages, reach) if window_pages else None
@@ -64,8 +69,7 @@ def fake_core(
 
 
 class FakeDrafter:
-    """Guesses each next token, rightly with some probability; the same ones however many are asked
-    for behind the same text.
+    """Drafts that are right with a given probability, and independent of how many are requested.
 
     Args:
         seed: of what it guesses.
@@ -81,7 +85,7 @@ class FakeDrafter:
         self.texts: list[tuple[list[int], list[int]]] = []
 
     def knows(self, prompt: list[int], output: list[int]) -> None:
-        """What follows a prompt; of others it knows nothing."""
+        """Register the tokens that follow a prompt."""
         self.texts.append((prompt, output))
 
     def guess(self, request: Request, most: int) -> list[int]:
@@ -95,13 +99,13 @@ class FakeDrafter:
         return []
 
     def one(self, behind: int, place: int, token: int) -> int:
-        """The guess in some place behind so many tokens."""
+        """The draft at a place, after so many tokens."""
         drawn = random.Random(f"{self.seed}/{behind}/{place}").random()
         return token if drawn < self.right else token ^ 1
 
 
 def all_pages_back(core: EngineCore) -> bool:
-    """Every page is free or cached without a user."""
+    """Every page is free, or cached without a user."""
     cache = core.cache
     if cache.window is not None and cache.window.available != cache.window.num_pages:
         return False
@@ -113,7 +117,7 @@ def all_pages_back(core: EngineCore) -> bool:
 
 
 def drain(core: EngineCore, limit: int = 1_000_000) -> int:
-    """Step until nothing is left; returns the number of steps."""
+    """Step until no request is left; returns the number of steps."""
     for step in range(limit):
         if not core.has_work:
             return step

@@ -1,4 +1,4 @@
-"""Real engines on the small golden models, with every logit visible."""
+"""Real engines on the small golden models, which report every logit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DIFFER_MOST = ("olmo_mha_interleave4", "qwen_c64", "qwen_gqa4_prior_lora_inrange
 FEW_CASES = [
     case if case in DIFFER_MOST else pytest.param(case, marks=pytest.mark.slow) for case in CASES
 ]
-"""All cases, of which those that differ most are not slow."""
+"""All cases; those that differ most are in the fast suite."""
 TRACED = [
     "olmo_mha_interleave4",
     "qwen_c64",
@@ -41,14 +41,14 @@ TRACED = [
     "qwen_meanpool_nolmk",
     "qwen_noprior_lmk_k",
 ]
-"""Cases with all intermediate tensors of one layer, at their greatest length."""
+"""Cases with all intermediate tensors of a layer, at their greatest length."""
 
 ROUNDING = 2e-4
-"""Float32 noise on log-probabilities whose scale is about 10."""
+"""Float32 rounding of log-probabilities, whose scale is about 10."""
 
 
 def engine(case: str, **options) -> Built:
-    """An engine in float32 on a golden model, without encoder; its page memory starts as NaN."""
+    """An engine in float32 on a golden model without encoder; its free pages are NaN."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",
@@ -56,7 +56,7 @@ def engine(case: str, **options) -> Built:
         "max_num_seqs": 16,
         "limit_mm_per_prompt": {"image": 0, "video": 0},
     }
-    # On a GPU an engine runs the largest steps to measure them, which its pages do not depend on.
+    # On a GPU an engine runs its largest steps to measure memory, which its pages do not depend on.
     with patch("cairn.engine.build.measured", return_value=NO_STEPS):
         built = build(GOLDENS / case, EngineOptions(**{**defaults, **options}))
     poison(built)
@@ -67,7 +67,7 @@ _POISONED: WeakKeyDictionary[PageAllocator, set[int]] = WeakKeyDictionary()
 
 
 def poison(built: Built) -> None:
-    """Fill every page that nobody owns with NaN (what is poisoned already stays so)."""
+    """Fill every page that nobody owns with NaN, if it is not filled already."""
     cache, pools = built.core.cache, built.runner.pools
     _poison(cache.allocator, pools.tensors(group=0), pools.spare)
     if cache.window is not None:
@@ -77,7 +77,7 @@ def poison(built: Built) -> None:
 
 
 def _poison_frames(frames: Frames) -> None:
-    """Fill frames that hold no page."""
+    """Fill frames that hold no page with NaN."""
     for number, held in enumerate(frames.map.frame_of):
         empty = torch.ones(frames.count, dtype=torch.bool, device=held.device)
         empty[held[held >= 0].long()] = False
@@ -88,7 +88,7 @@ def _poison_frames(frames: Frames) -> None:
 
 
 def poisoned(tensor: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """The tensor, or its bytes, and what to fill it with: what it is worth is then NaN."""
+    """The tensor or its bytes, and a fill value that decodes to NaN."""
     return (tensor.view(BYTES), NOT_FINITE) if tensor.itemsize == 1 else (tensor, float("nan"))
 
 
@@ -97,7 +97,7 @@ def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bo
     fresh = sorted(free - _POISONED.get(allocator, set()))
     _POISONED[allocator] = free
     if spare:
-        # What the padding of a graph has written there is never read.
+        # Nothing reads what the padding of a graph has written there.
         fresh.append(allocator.num_pages)
     if fresh:
         pages = torch.tensor(fresh)
@@ -107,7 +107,7 @@ def _poison(allocator: PageAllocator, tensors: Iterable[torch.Tensor], spare: bo
 
 
 def occupy(cache: PageCache, keep: int, keep_window: int | None = None) -> Lease:
-    """A lease that leaves others `keep` pages, and of the window layers' `keep_window` or as many.
+    """A lease that leaves `keep` pages to others, and `keep_window` window pages (default `keep`).
 
     Every request must fit in these alone: the engine checks that against the whole pool.
     """
@@ -149,14 +149,14 @@ class Trace:
 
 
 def dense(entry, vocab: int) -> np.ndarray:
-    """One position's whole-vocabulary log-probabilities as [V]."""
+    """Log-probabilities of one position over the vocabulary, [V]."""
     line = np.full(vocab, np.nan)
     line[np.asarray(entry._ids)] = entry._values
     return line
 
 
 def trace(continuation: Continuation, vocab: int) -> Trace:
-    """Everything a finished continuation reported."""
+    """All fields that a finished output reported."""
     output = continuation.stream.output
     prompt = continuation.prompt_logprobs or []
     return Trace(
@@ -168,13 +168,13 @@ def trace(continuation: Continuation, vocab: int) -> Trace:
 
 
 def text(seed: int, length: int, vocab: int = 200) -> list[int]:
-    """A prompt drawn at random."""
+    """A random prompt."""
     rng = random.Random(seed)
     return [rng.randrange(vocab) for _ in range(length)]
 
 
 def greedy(max_tokens: int, prompt_logprobs: bool = False) -> SamplingParams:
-    """Greedy decoding that reports every logit."""
+    """Sampling parameters of greedy decoding with all log-probabilities."""
     return SamplingParams(
         temperature=0,
         max_tokens=max_tokens,
@@ -191,7 +191,8 @@ def run(
     budgets: Sequence[int] = (),
     poisoned: bool = True,
 ) -> list[Trace]:
-    """Serve prompts together, step i with budgets[i % len] slots, free pages poisoned each step."""
+    """Run prompts together, step i with budgets[i % len] slots; free pages are NaN in every
+    step."""
     core = built.core
     every = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     live = [
@@ -210,14 +211,15 @@ def run(
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest difference of two log-probability arrays; infinite where shapes or NaNs differ."""
+    """Largest difference of two arrays of log-probabilities; infinite if shapes or NaNs differ."""
     if a.shape != b.shape or np.isnan(a).any() or np.isnan(b).any():
         return float("inf")
     return float(np.abs(a - b).max(initial=0.0))
 
 
 def assert_same(a: Trace, b: Trace) -> None:
-    """The same tokens, and log-probabilities but for rounding, of the prompt too if told."""
+    """Tokens are equal, and log-probabilities up to rounding; also those of the prompt, if
+    reported."""
     assert a.tokens == b.tokens
     assert difference(a.logprobs, b.logprobs) < ROUNDING
     assert difference(a.prompt_logprobs, b.prompt_logprobs) < ROUNDING

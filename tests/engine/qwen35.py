@@ -1,4 +1,4 @@
-"""Engines on the small golden models of the Qwen family, whose states and inner values are seen."""
+"""Engines on the small golden models of the Qwen family, with access to states and inner values."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RECURRENT = [case for case in CASES if not case.startswith("q3moe")]
 
 
 def engine(case: str | Path, **options) -> Built:
-    """An engine in float32 on a golden model, or another folder; what nobody owns is NaN. The
-    golden models have no encoder."""
+    """An engine in float32 on a golden model, or another folder, without encoder; unowned memory is
+    NaN."""
     defaults: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",
@@ -51,7 +51,7 @@ def poison(built: Built) -> None:
 
 
 def step(built: Built) -> None:
-    """One step, with the ledger checked and free memory poisoned behind it."""
+    """Run one step, check the ledger and fill free memory with NaN."""
     built.core.step()
     running = built.core.scheduler.running
     check(built.core.cache, [r.lease for r in running if r.lease is not None])
@@ -59,7 +59,7 @@ def step(built: Built) -> None:
 
 
 def start(built: Built, prompt: Sequence[int], tokens: int) -> Continuation:
-    """Queue a request that decodes greedily and reports every logit."""
+    """Queue a request that decodes greedily and reports all log-probabilities."""
     name = f"r{built.core._arrivals}"
     return built.core.add(name, list(prompt), greedy(tokens))
 
@@ -67,7 +67,7 @@ def start(built: Built, prompt: Sequence[int], tokens: int) -> Continuation:
 def serve(
     built: Built, prompts: Sequence[Sequence[int]], tokens: int, budget: int = 4096
 ) -> list[Trace]:
-    """Serve prompts together with steps of at most `budget` slots."""
+    """Run prompts together in steps of at most `budget` slots."""
     built.core.scheduler.limits = Limits(built.config.max_num_seqs, budget)
     live = [start(built, prompt, tokens) for prompt in prompts]
     while built.core.has_work:
@@ -89,7 +89,7 @@ def lengths(case: str) -> list[int]:
 
 
 class Watch:
-    """What the model computed inside, by the goldens' names, over all steps since `clear`.
+    """Inner values of the model, by the goldens' names, over all steps since `clear`.
 
     Args:
         built: the engine.
@@ -106,7 +106,7 @@ class Watch:
         return torch.cat(self._seen[name])
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all values."""
         self._seen.clear()
 
     def _mixer(self, name: str):
@@ -114,7 +114,7 @@ class Watch:
 
     def _router(self, name: str):
         def see(module, given, found) -> None:
-            # Behind the chosen experts is the shared one.
+            # The shared expert comes after the routed ones.
             weights, experts = (part[:, : module.active] for part in found)
             self._seen[name + "weights"].append(weights)
             self._seen[name + "experts"].append(experts.long())

@@ -1,4 +1,4 @@
-"""Engines whose model is divided between processes, which start once for all tests."""
+"""Engines with tensor parallelism, whose processes start once for all tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ranks(size: int) -> Ranks:
 
 
 def engine(model: Path | str, size: int, **options) -> Built:
-    """An engine in float32 whose model is divided between so many ranks."""
+    """An engine in float32 with this many ranks."""
     defaults = {
         "dtype": "float32",
         "device": "cpu",

@@ -10,7 +10,7 @@ DENSE = CoreShape(vocab_size=100, max_model_len=10, eos_ids=(), seed=0)
 
 
 def unpacked(prompt):
-    """As it comes from the API's process."""
+    """A request as it arrives from the API's process."""
     return unpack_ids(pack_ids(prompt))
 
 

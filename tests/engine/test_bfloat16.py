@@ -1,4 +1,4 @@
-"""bfloat16 on the CPU, in steps of any size, against float32: its kernels are others."""
+"""bfloat16 on the CPU, in steps of any size, compared with float32."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from cairn import LLM, SamplingParams
 from tests.engine.harness import dense
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-"""English that nobody edits, and none of whose tokens bfloat16 itself decides: in steps of 38 sizes
-the divergence was 0.0074 at most."""
+"""An English text. bfloat16 changes none of its greedy tokens: in steps of 38 sizes the divergence
+was at most 0.0074."""
 
 TOKENS = 2082
-"""More pages than are selected. What the model says after these is sure: each token 4 nats ahead of
-the next."""
+"""More pages than are selected. The model is certain of the following tokens: each is 4 nats ahead
+of the next likeliest."""
 
 
 @functools.cache
 def likely(dtype: str, step: int) -> tuple[Tensor, list[int]]:
-    """Log-probabilities [TOKENS - 1, V] of the embedded model, and what it says next."""
+    """Log-probabilities [TOKENS - 1, V] of the embedded model, and its next tokens."""
     llm = LLM(dtype=dtype, chunked_prefill_size=step, max_num_seqs=1, max_model_len=4000)
     ids = list(TEXT.read_bytes()[:TOKENS])
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=-1)

@@ -1,4 +1,4 @@
-"""Steps that keep to a time, under a clock that only the steps move."""
+"""Steps with a time target, under a clock that only steps advance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = 16
 
 
 def true_cost(load: Load) -> float:
-    """Seconds of a step on an imagined machine."""
+    """Seconds of a step on a simulated machine."""
     decode = 4e-3 + 5e-4 * load.rows + 1e-7 * load.rows_context
     return decode + 2e-3 * load.chunks + 1e-4 * load.tokens + 2e-9 * load.context
 
@@ -43,7 +43,7 @@ def expected(times: StepTimes, load: Load) -> float:
 
 
 def taught(noise: float = 0.0, seed: int = 0, scale: float = 1.0) -> StepTimes:
-    """Step times after some hundred steps of the imagined machine."""
+    """A cost model after some hundred steps of the simulated machine."""
     rng, times = random.Random(seed), StepTimes()
     for k in range(300):
         load = decode_load(rng.randint(1, 16), rng.randint(10, 20_000))
@@ -89,7 +89,7 @@ def test_one_slow_step_hardly_counts_and_slow_steps_in_a_row_do():
 
 
 def test_a_first_step_of_seconds_is_forgotten_soon():
-    """What is compiled or read in on first use must not hold back a prompt for long."""
+    """Slow first steps (compilation, loading) must not delay a prompt for long."""
     times = StepTimes()
     times.observe(mixed_load(0, 0, 2000, 0), 10.0)
     times.observe(decode_load(8, 500), 3.0)
@@ -157,7 +157,7 @@ def test_prefill_part():
     times = StepTimes()
     assert times.prefill_part(decode_load(3, 10), 1.0) == 0
     assert times.prefill_part(mixed_load(0, 0, 10, 0), 1.0) == 1
-    # Nothing is known of decode: by tokens.
+    # Nothing is known about decode steps, so the limit is in tokens.
     assert times.prefill_part(mixed_load(3, 10, 9, 0), 1.0) == 0.75
     for _ in range(10):
         times.observe(decode_load(3, 10), 0.2)
@@ -166,7 +166,7 @@ def test_prefill_part():
 
 
 class Later:
-    """A step that ends at a time of the machine's clock."""
+    """A step that ends at a time of the simulated clock."""
 
     def __init__(self, machine: Machine, end: float, step: Launched) -> None:
         self.machine, self.end, self.step = machine, end, step
@@ -177,7 +177,7 @@ class Later:
 
 
 class Machine:
-    """A device whose steps take what `cost` says by its own clock, and keeps their loads."""
+    """A device whose steps take the time of `cost`, and which records their loads."""
 
     def __init__(self, core: EngineCore, cost: Cost = true_cost) -> None:
         self.inner, self.cost = core.executor, cost
@@ -237,7 +237,7 @@ def test_streams_keep_their_pace_and_the_prompt_loads(target, overlap):
     seconds = np.array([s for _, s in machine.steps])
     assert np.quantile(seconds, 0.99) < 1.1 * target
     assert seconds.max() < 2 * target
-    # The time there is gets used: a step is short of its target by less than a page, in the main.
+    # The available time is used: a step is short of its target by less than a page on average.
     assert np.median(seconds) > 0.9 * target
     assert sum(load.tokens for load, _ in machine.steps) == long.request.num_prompt
 
@@ -276,7 +276,7 @@ def test_a_target_that_cannot_be_kept_still_loads_a_page_a_step():
 
 
 def test_prompts_share_what_the_step_allows():
-    """Short prompts are taken in together as long as they fit, in order of arrival."""
+    """Short prompts are admitted together as long as they fit, in order of arrival."""
     core, machine = timed_core(0.03)
     streams = [add(core, f"s{i}", 100, 500) for i in range(4)]
     for _ in range(60):
@@ -295,7 +295,7 @@ def test_prompts_share_what_the_step_allows():
 
 @pytest.mark.parametrize("landmarks", [False, True])
 def test_a_chunk_of_four_pages_or_more_ends_with_a_page(landmarks):
-    """Where the time of a step cuts it: wherever it begins, and a smaller one fills what it has."""
+    """Chunks that the time limit cuts, at any start; smaller chunks fill the remaining time."""
     core = fake_core(page_size=PAGE, landmarks=landmarks, pages=100, rows=2, step_slots=1024)
     core.scheduler.limits = Limits(2, 1024, step_seconds=1.0)
     slots = core.scheduler.slots
@@ -310,7 +310,7 @@ def test_a_chunk_of_four_pages_or_more_ends_with_a_page(landmarks):
         ends.append(long.request.computed)
         used = int(slots.slots_for(ends[-1])) - int(slots.slots_for(ends[-2]))
         if room < 4 * PAGE:
-            # One may be left: a page's last token brings its landmark.
+            # One slot may be left: the last token of a page adds its landmark.
             assert room - 1 <= used <= room
             assert ends[-1] % slots.tokens_per_page != 0
         else:

@@ -1,4 +1,4 @@
-"""The one form of messages that templates get, and what is no message."""
+"""Normalization of messages for templates, and invalid messages."""
 
 from __future__ import annotations
 

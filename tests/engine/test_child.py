@@ -1,4 +1,4 @@
-"""The engine process's messages on their way into the event loop."""
+"""Messages from the engine process to the event loop."""
 
 import asyncio
 from itertools import pairwise
@@ -16,7 +16,7 @@ SENT = 10 * child.MESSAGES
 
 @pytest.fixture
 def no_process(monkeypatch):
-    """A child without a process: the test is its other end."""
+    """A child without a process: the test is the other end of its socket."""
     monkeypatch.setattr(child.Child, "_spawn", lambda self, launch: SimpleNamespace())
 
 
@@ -43,7 +43,7 @@ def test_others_have_their_turn_while_messages_come(no_process):
 
 
 class Frames:
-    """A socket to which messages have come."""
+    """A socket with received messages."""
 
     closed = False
 

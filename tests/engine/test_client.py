@@ -1,4 +1,4 @@
-"""The client against a real engine process."""
+"""The client with a real engine process."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ def shared(runner):
 
 
 async def check_stop(client):
-    """Stopping ends the process and what runs."""
+    """Stopping ends the process and the running requests."""
     submission = client.submit([1], SamplingParams(max_tokens=100_000, ignore_eos=True))
     await anext(submission)
     assert os.getsid(client.pid) == client.pid
@@ -51,7 +51,7 @@ async def check_stop(client):
 
 @pytest.fixture
 def client(shared, runner):
-    """The engine; after the test it holds nothing any more, and every page is accounted for."""
+    """The engine. After the test it holds no request, and every page is accounted for."""
     yield shared
     runner.run(until(lambda: shared.load == (0, BOUND)))
     ledger = runner.run(shared.call("cache"))
@@ -194,13 +194,13 @@ def test_cancelling_ends_the_iteration_and_gives_the_place_back(client, runner):
                 submission.cancel()
         assert seen == 3
         await until(lambda: client.load[0] == 0)
-        # One task waits for a delta while another takes the request back.
+        # One task waits for a delta while another one cancels the request.
         with client.submit(prompt("Go on"), long) as waited:
             reader = asyncio.create_task(collect(waited, 2))
             await asyncio.sleep(0.1)
             waited.cancel()
             await asyncio.wait_for(reader, 10)
-        # A task that is cancelled leaves its block.
+        # A cancelled task leaves its block.
         reader = asyncio.create_task(collect(client.submit(prompt("Go on"), long), 2))
         await asyncio.sleep(0.1)
         assert client.load[0] > 0
@@ -219,7 +219,7 @@ def test_full_is_busy_exactly_at_the_bound(client, runner):
             assert 1 <= no.value.retry_after <= 60
             assert f"Try again in {no.value.retry_after} s" in str(no.value)
             last.cancel()
-            # The place is free when the engine says so, not before.
+            # The slot is free only when the engine has confirmed it.
             with pytest.raises(Busy):
                 client.submit(prompt("z"), SamplingParams(max_tokens=1))
             await until(lambda: client.load[0] == BOUND - 1)
@@ -237,7 +237,7 @@ def test_hundreds_of_requests_half_of_them_taken_back(client, runner):
             try:
                 return client.submit(ids, params)
             except Busy:
-                # Those taken back keep their place until the engine has let them go.
+                # Cancelled requests keep their slots until the engine has released them.
                 assert client.load[0] == BOUND
                 await asyncio.sleep(0.05)
 
@@ -265,7 +265,7 @@ def test_hundreds_of_requests_half_of_them_taken_back(client, runner):
 def test_stats_follow_the_engine(client, runner):
     async def run():
         await client.call("flush_cache")
-        # The heartbeat after the next one was made after this moment.
+        # The heartbeat after the next one is newer than this moment.
         for _ in range(2):
             last = client.stats
             await until(lambda last=last: client.stats is not last)
@@ -326,7 +326,7 @@ def test_an_idle_engine_and_its_client_rest(client, runner):
         after = engine.cpu_times(), own.cpu_times()
         return [b.user + b.system - a.user - a.system for a, b in zip(before, after, strict=True)]
 
-    # A loop that spins takes all of the 2 seconds.
+    # A busy loop would use all of the 2 seconds.
     assert max(runner.run(run())) < 0.2
 
 

@@ -1,4 +1,4 @@
-"""Outputs under a grammar on a small byte-level model, checked by other parsers."""
+"""Outputs with grammars on a small byte-level model, checked by other parsers."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def finish(built: Built) -> None:
 
 
 def run(built: Built, *wanted: SamplingParams, prompt: str = PROMPT) -> list[CompletionOutput]:
-    """The outputs of requests that are served together."""
+    """The outputs of requests that run together."""
     live = [start(built, f"{prompt}{i}", each) for i, each in enumerate(wanted)]
     finish(built)
     return [continuation.stream.output for continuation in live]
@@ -195,7 +195,8 @@ def test_chunked_prefill_gives_the_same_output(built: Built, budgets: tuple[int,
 
 
 def test_a_mask_finds_its_token_behind_a_prompt_that_is_not_done(built: Built) -> None:
-    """A token that fills a page needs two slots: a chunk leaves the last one to a short prompt."""
+    """A token that completes a page needs two slots, so a chunk leaves the last slot to a short
+    prompt."""
     core, limits = built.core, built.core.scheduler.limits
     core.cache.reset()
     core.scheduler.limits = Limits(8, 5 * 64 + 63)
@@ -303,7 +304,7 @@ def test_a_wrong_grammar_ends_its_request_alone(built: Built) -> None:
 
 
 class Held:
-    """Grammars that are compiled when the test says so."""
+    """Grammars whose compilation the test controls."""
 
     def __init__(self) -> None:
         self.states: list[Future[GrammarState]] = []
@@ -353,7 +354,7 @@ def test_a_step_with_nothing_but_a_grammar_in_the_making_does_not_spin(built: Bu
 
 
 class Watched:
-    """Before an executor: what is asked of it, in order; choices fail when the test says so."""
+    """Wraps an executor and records its calls in order; sampling fails when the test says so."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -394,7 +395,7 @@ def watched(built: Built) -> Iterator[Watched]:
 
 
 def test_a_grammar_keeps_no_step_waiting(built: Built, watched: Watched) -> None:
-    """The next step runs while the tokens of the one before come; only its choice follows them."""
+    """The next step runs before the previous tokens are known; only its sampling waits for them."""
     start(built, PROMPT, params("regex", max_tokens=12))
     while not watched.seen:
         built.core.step()

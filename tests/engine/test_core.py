@@ -1,4 +1,4 @@
-"""Requests that decode side by side, while some of them end, fail or leave in between."""
+"""Concurrent requests, some of which end, fail or are aborted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def params(tokens: int) -> SamplingParams:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_outputs_and_moments_while_requests_come_and_go(seconds, overlap):
-    """Whoever ends or is aborted, the others go on as if alone; each knows when it took its
-    last token."""
+    """When a request ends or is aborted, the others continue unchanged; each records when it got
+    its last token."""
     rng = random.Random(overlap)
     core, live, last, done = timed_core(seconds, overlap=overlap), {}, {}, []
     for step in range(250):
@@ -64,7 +64,8 @@ def test_outputs_and_moments_while_requests_come_and_go(seconds, overlap):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("at", range(1, 8))
 def test_a_request_without_a_possible_token_leaves_the_others(seconds, overlap, at):
-    """Wherever in its page the next step, which may run already, puts the impossible token."""
+    """At any position in its page, the next step, which may be running already, adds the invalid
+    token."""
     core = timed_core(seconds, overlap=overlap)
     core.executor.next_token = lambda name, i: -1 if (name, i) == ("bad", at) else i
     bad = core.add("bad", [1] * 3, params(20))
@@ -73,7 +74,7 @@ def test_a_request_without_a_possible_token_leaves_the_others(seconds, overlap, 
     assert bad.stream.output.token_ids == list(range(at))
     assert (bad.stream.output.finish_reason, bad.error) != ("length", None)
     assert "NaN" in bad.error
-    # A step that had begun already ran it: that page is nobody's prompt.
+    # A step that was already running computed it, so the page is not part of a cached prompt.
     assert bad.request.tokens.tolist() == [1] * 3 + list(range(at)) + [-1]
     assert good.stream.output.token_ids == list(range(20))
     assert all_pages_back(core)

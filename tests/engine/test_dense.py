@@ -1,4 +1,4 @@
-"""Dense decoders against transformers' own models, logit by logit, through the whole engine."""
+"""Dense decoders compared with transformers' models, logit by logit, through the whole engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def reference(request, tmp_path_factory):
-    """A random model and the folder it was saved in."""
+    """A random model and its folder."""
     torch.manual_seed(3)
     name, more = MODELS[request.param]
     text = "TextConfig" if name == "Gemma3" else "Config"
@@ -102,13 +102,13 @@ FEW = [
     "gemma3",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2 windows", "llama")),
 ]
-"""The slow ones have no kind of layer that the others have not."""
+"""The slow ones have no kind of layer that the others lack."""
 
 
 @shows("llama mistral qwen2 qwen3 gemma3", "batching", "prefix cache")
 @pytest.mark.parametrize("reference", FEW, indirect=True)
 def test_a_batch_and_a_cached_prefix(reference):
-    """Four prompts together, then again with their pages in the cache, as each one alone."""
+    """Four prompts together, then again with cached pages, compared with each prompt alone."""
     built = engine(reference[1])
     prompts = [text(seed, length, 299) for seed, length in enumerate((1, 33, 150, 90))]
     alone = [run(engine(reference[1]), [prompt], greedy(20))[0] for prompt in prompts]

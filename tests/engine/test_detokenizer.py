@@ -1,4 +1,4 @@
-"""Streams of text: every way to cut an output gives the text of the whole."""
+"""Streamed text: every way to cut an output gives the text of the whole."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def streamed(tokenizer: Tokenizer, ids, prompt=()) -> str:
 
 
 def whole(tokenizer: Tokenizer, ids) -> str:
-    """The tokenizer library's own decoding."""
+    """Decoding by the tokenizer library."""
     return tokenizer._decode_window(list(ids))
 
 
 def random_ids(tokenizer: Tokenizer, rng: random.Random, skip=frozenset()) -> list[int]:
-    """Any ids, a few of them without a token."""
+    """Random ids, some of them without a token."""
     size = tokenizer.size + 3
     return [i for i in (rng.randrange(size) for _ in range(rng.randint(0, 25))) if i not in skip]
 
@@ -64,7 +64,7 @@ def test_every_split_of_every_string(bytewise):
             stream = bytewise.detokenizer()
             first = stream.push(*data[:at])
             assert first + stream.push(*data[at:]) + stream.flush() == expected
-            # No whole character waits, no part of one is shown.
+            # Complete characters are not held back, incomplete ones are not shown.
             assert not valid or first == data[:at].decode(errors="ignore")
 
 
@@ -101,7 +101,7 @@ def test_encoded_strings_at_every_token(families, name):
 def test_any_ids_decode_as_the_library_does(families, name):
     tokenizer = families[name]
     rng = random.Random(11)
-    # Byte-fallback tokens at random are no text; they have tests of their own.
+    # Random byte-fallback tokens are not text; they have separate tests.
     skip = frozenset(byte_ids(tokenizer) if name in FALLBACK else ())
     for _ in range(1000):
         ids = random_ids(tokenizer, rng, skip)
@@ -121,7 +121,7 @@ def test_an_output_goes_on_behind_its_prompt(families, name):
 
 
 def sentencepiece_text(data: bytes) -> str:
-    """Bytes as sentencepiece shows them: a wrong one is one replacement sign."""
+    """Decode bytes as sentencepiece does: an invalid byte is one replacement character."""
     text, at = "", 0
     while at < len(data):
         for size in range(1, 5):
@@ -149,7 +149,7 @@ def test_byte_fallback(families, name):
         data = text.encode() if rng.random() < 0.5 else damaged(text, rng)
         at = rng.randint(0, len(data))
         ids = [ids_of_bytes[byte] for byte in data]
-        # A special token inside a character does not part it, a word does.
+        # A special token inside a character does not split it, a word does.
         inner = rng.choice((word, end))
         between = tokenizer.token_text(word) if inner == word else ""
         expected = sentencepiece_text(b"x" + data[:at] + between.encode() + data[at:])

@@ -40,7 +40,7 @@ def plain(family: str, **options) -> Built:
 
 
 class Seen:
-    """What was guessed behind each text."""
+    """The drafts after each text."""
 
     def __init__(self) -> None:
         self.behind: dict[tuple[int, ...], list[int]] = {}
@@ -56,7 +56,7 @@ class Seen:
 
 
 class Mixed(FakeDrafter):
-    """The draft layer's guesses, or right ones in their place.
+    """The draft layer's drafts, or right ones instead.
 
     Args:
         seen: is told what the layer guesses.
@@ -107,13 +107,14 @@ def serve(built: Built, prompts, params, rng=None, hostage: Lease | None = None)
     ],
 )
 def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bool) -> None:
-    """Prefix cache, chunks, batches, aborts and retractions: a guess depends on the text alone."""
+    """Drafts depend on the text alone, with prefix cache, chunks, batches, aborts and
+    preemptions."""
     size, count = (48, 3) if family != COMPRESSED else (24, 2)
     rng = random.Random(f"{family} {overlap}")
     cold, alone = (make(family, enable_prefix_caching=False) for make in (drafting, plain))
     prompts = prompts_of(rng, size, cold.spec.vocab_size)[:count]
     params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=10) for n in range(len(prompts))]
-    # Turns of a conversation, which go on from shared pages.
+    # Turns of a conversation, which share pages.
     prompts += [
         prompt[: 3 * size] + text(n, size, cold.spec.vocab_size) for n, prompt in enumerate(prompts)
     ]
@@ -148,7 +149,7 @@ def test_any_schedule_gives_the_same_tokens_and_guesses(family: str, overlap: bo
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", [*RECURRENT, *LATENT])
 def test_on_a_gpu(family: str) -> None:
-    """In graphs."""
+    """With CUDA graphs."""
     prompts = [text(n, length, 120) for n, length in enumerate((3, 70, 130))]
     params = [replace(DRAWN if n % 2 else PLAIN, max_tokens=30) for n in range(3)]
     wanted = serve(plain(family, device="cuda"), prompts, params)
@@ -164,8 +165,8 @@ def test_on_a_gpu(family: str) -> None:
 
 
 def drafted(built: Built, tokens: list[int], states: Tensor) -> Tensor:
-    """The formula: what the draft layer makes [hidden] of all tokens and the states in front of
-    each [N - 1, hidden], after its norm: the head's input, and the state in front of its guess."""
+    """The formula: the draft layer's output [hidden] for all tokens and the previous states [N - 1,
+    hidden], after its norm, which is the head's input; and the state before its guess."""
     model, spec = built.runner.model, built.spec.draft.layer.mixer
     draft, mixer = model.draft, model.draft.block.mixer
     embedded = model.embedding(torch.tensor(tokens[1:]))
@@ -190,7 +191,8 @@ def drafted(built: Built, tokens: list[int], states: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, width: int, theta: float) -> Tensor:
-    """Halves of the first `width` dimensions of x [N, h, d], turned by the positions 0, 1, ..."""
+    """Rotate the halves of the first `width` dimensions of x [N, h, d] by the positions 0, 1,
+    ..."""
     angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, width, 2) / width)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     a, b, rest = x.split((width // 2, width // 2, x.shape[-1] - width), -1)
@@ -200,7 +202,7 @@ def rotated(x: Tensor, width: int, theta: float) -> Tensor:
 @pytest.mark.parametrize("length", [1, 2, 65])
 def test_guesses_follow_the_formula(length: int) -> None:
     built, hidden = drafting("recurrent"), list[Tensor]()
-    # The family's norms multiply by 1 + what a checkpoint holds, those of the draft layer too.
+    # The family's norms multiply by 1 + the checkpoint's value, also in the draft layer.
     norms = [part for part in built.runner.model.draft.modules() if isinstance(part, RMSNorm)]
     assert len(norms) == 7 and all(norm.unit_offset for norm in norms)
     built.runner.model.register_forward_hook(lambda module, given, x: hidden.append(x.clone()))
@@ -217,12 +219,12 @@ def test_guesses_follow_the_formula(length: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 22, 65])
 def test_a_guess_behind_several_streams_follows_the_formula(length: int) -> None:
-    """Below, at and behind the draft layer's window of 20 tokens."""
+    """Below, at and beyond the draft layer's window of 20 tokens."""
     built, weights = drafting("compressed"), dict[str, Tensor]()
     for weight in built.runner.model.weights():
         weights[weight.source] = weight.place
         if weight.source.endswith(("_scale", "attn_sink")):
-            # Else too small to be seen.
+            # Otherwise it would have no visible effect.
             weight.place.mul_(3.0)
     tokens, (logits, *_), (guess, *_) = first_guesses(built, length)
     wanted = dsv4.Reference(dsv4.CONFIG, weights).guessed(tokens)[-1]
@@ -231,7 +233,7 @@ def test_a_guess_behind_several_streams_follows_the_formula(length: int) -> None
 
 
 def first_guesses(built: Built, length: int) -> tuple[list[int], list[Tensor], list[int]]:
-    """A prompt with the token chosen behind it, and of each guess the logits [V] and the guess."""
+    """A prompt with the token sampled after it; of each guess, its logits [V] and the guess."""
     model, logits = built.runner.model, list[Tensor]()
     guess_logits = model.guess_logits
     model.guess_logits = lambda x: logits.append(guess_logits(x)) or logits[-1]

@@ -1,4 +1,4 @@
-"""Sparse attention by an indexer against the reference implementation, through the whole engine.
+"""Sparse attention with an indexer, compared with the reference implementation, through the engine.
 
 Physical pages come in random order, and what nobody owns of them is NaN. What the reference says is
 compared at every position: logits, greedy tokens, the sets of selected tokens, which are equal; and
@@ -20,13 +20,13 @@ from tests.engine.harness import Trace, engine, greedy, run
 from tests.support import shows
 
 BOUND = 1e-4
-"""Of the largest magnitude of what is compared."""
+"""Relative to the largest magnitude of the compared values."""
 CASE_LENGTHS = [(case, n) for case in CASES for n in sorted(golden(GOLDENS / case))]
 LONGER = [(case, n) for case, n in CASE_LENGTHS if n > 64]
 
 
 def shuffled(case: str, **options) -> Built:
-    """An engine that hands out pages in random order."""
+    """An engine that allocates pages in random order."""
     built = engine(str(GOLDENS / case), kv_cache_memory="1MiB", **options)
     allocator = built.core.cache.allocator
     pages = allocator.take(allocator.num_free)
@@ -37,12 +37,13 @@ def shuffled(case: str, **options) -> Built:
 
 
 def wanted(expected: dict[str, Tensor], reports_prompt: bool = True):
-    """A request for what the reference did."""
+    """A request with the reference's prompt."""
     return greedy(len(expected["greedy_ids"]), prompt_logprobs=reports_prompt)
 
 
 def assert_golden(got: Trace, seen: Seen, request: int, expected: dict[str, Tensor]) -> None:
-    """What a request gave is what the reference gives, from the first token that it ran on."""
+    """Compare the results of a request with the reference, from the first token that it
+    computed."""
     row, first, length = seen.rows[request], got.cached, len(expected["input_ids"])
     scale = expected["prefill_logits"].abs().max().item()
     assert got.tokens == expected["greedy_ids"].tolist()
@@ -61,7 +62,7 @@ def assert_golden(got: Trace, seen: Seen, request: int, expected: dict[str, Tens
 def assert_traced(
     seen: Seen, row: int, first: int, length: int, expected: dict[str, Tensor]
 ) -> None:
-    """Scores of the indexer and outputs of attention of the prompt's last tokens."""
+    """Compare the indexer's scores and the attention outputs of the prompt's last tokens."""
     outputs, scores = expected["attn_out"], expected["index_logits"]
     slots = range(length - outputs.shape[1], length)
     most = scores[scores.isfinite()].abs().max().item()
@@ -83,7 +84,7 @@ def assert_traced(
 def assert_near(got, expected, scale: float) -> None:
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.shape == expected.shape
-    # NaN is not below.
+    # Written so that NaN fails.
     assert np.abs(got - expected).max() < BOUND * scale
 
 
@@ -92,7 +93,7 @@ def logprobs(logits: Tensor) -> np.ndarray:
 
 
 def serve(built: Built, expected: dict[str, Tensor], budgets=()) -> tuple[Trace, Seen]:
-    """One request, watched."""
+    """A single request."""
     with watched(built) as seen:
         (got,) = run(built, [expected["input_ids"].tolist()], wanted(expected), budgets)
     return got, seen
@@ -131,7 +132,7 @@ def test_chunks(case: str, length: int, chunk: int):
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_lengths_together(case: str):
-    """In one batch that prefills and decodes, in chunks of random sizes."""
+    """A mixed batch of prefills and decodes, in chunks of random sizes."""
     every = list(golden(GOLDENS / case).values())
     built, rng = shuffled(case), random.Random(len(case))
     prompts = [expected["input_ids"].tolist() for expected in every]
@@ -158,7 +159,7 @@ def test_a_cached_prefix(case: str, length: int):
 
 @pytest.mark.parametrize("case", ["glm_types_mixed_dense2", "v32_fp8_scale_ue8m0"])
 def test_bfloat16_runs(case: str):
-    """Rounding changes what is selected: there is no bound, but half of the rows are near."""
+    """Rounding changes the selection, so there is no bound; half of the rows are close."""
     expected = golden(GOLDENS / case)[max(golden(GOLDENS / case))]
     got, _ = serve(shuffled(case, dtype="bfloat16"), expected)
     error = np.abs(got.prompt_logprobs - logprobs(expected["prefill_logits"])[:-1]).max(-1)

@@ -1,4 +1,4 @@
-"""Sparse attention by an indexer on a GPU: graphs against eager steps, and against the CPU."""
+"""Sparse attention with an indexer on a GPU: graphs compared with eager steps, and with the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.gpu
 
 
 BOUNDS = {"auto": 1e-4, "fp8_ds": 0.02}
-"""Of half of the rows, by the format of the cache."""
+"""Tolerance of half of the rows, by dtype of the cache."""
 
 
 def assert_near(got: list[Trace], wanted: list[Trace], bound: float = 0.02) -> None:
@@ -60,7 +60,7 @@ def assert_near(got: list[Trace], wanted: list[Trace], bound: float = 0.02) -> N
 def test_graphs_give_what_steps_without_give(
     family: str, kv_cache_dtype: str, tmp_path: Path
 ) -> None:
-    """In chunks, with a cached prefix, with rows that end at different times."""
+    """Chunks, a cached prefix, and rows that end at different times."""
     options = {"dtype": "float32", "kv_cache_dtype": kv_cache_dtype}
     graphs = made(tmp_path, family, **options)
     eager = made(tmp_path, family, disable_cuda_graph=True, **options)
@@ -88,7 +88,7 @@ def test_gpu_logits_are_near_the_cpus(family: str, kv_cache_dtype: str, tmp_path
     prompts = prompts_of(2)
     host = run(made(tmp_path, family, device="cpu", **options), prompts, greedy(8))
     device = run(made(tmp_path, family, **options), prompts, greedy(8))
-    # Of scores that all but agree another one may be the last that is selected.
+    # With nearly equal scores, another token may be the last selected one.
     assert_near(device, host, BOUNDS[kv_cache_dtype])
 
 
@@ -102,20 +102,20 @@ def test_a_replayed_graph_reads_lengths_when_it_runs(kv_cache_dtype: str, tmp_pa
         prompts = [text(length, length, 250) for length in lengths]
         got, wanted = (run(built, prompts, greedy(6)) for built in (graphs, eager))
         for one, other in zip(got, wanted, strict=True):
-            # In bfloat16 another shape of a product rounds otherwise.
+            # In bfloat16 a product of another shape rounds differently.
             assert np.median(np.abs(one.logprobs - other.logprobs)) < 0.05
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_goldens(case: str) -> None:
-    """What the reference implementation gives, in float32, selected sets included."""
+    """The reference's results in float32, with its selected sets."""
     for expected in golden(GOLDENS / case).values():
         got, seen = serve(shuffled(case, device="cuda", disable_cuda_graph=True), expected)
         assert_golden(got, seen, 0, expected)
 
 
 def most_followers(graph: torch.cuda.CUDAGraph) -> int:
-    """The most nodes of a graph that wait for the same one; 1: all are one chain."""
+    """The maximum number of graph nodes that depend on the same node; 1 if the graph is a chain."""
     driver = ctypes.CDLL("libcuda.so.1")
     handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
     assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0
@@ -130,7 +130,7 @@ def most_followers(graph: torch.cuda.CUDAGraph) -> int:
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[torch.cuda.CUDAGraph]]:
-    """The graphs that are captured within, which can be looked at."""
+    """Context manager: collects the captured graphs."""
     graphs, kept = [], functools.partial(torch.cuda.CUDAGraph, keep_graph=True)
 
     def made_graph() -> torch.cuda.CUDAGraph:
@@ -142,7 +142,7 @@ def captured() -> Iterator[list[torch.cuda.CUDAGraph]]:
 
 
 def test_the_indexer_runs_on_a_second_stream(tmp_path: Path) -> None:
-    """If asked to, beside products: the graph forks, and gives the same."""
+    """With --indexer-stream second the graph forks, with equal results."""
     prompts, found, followers = [text(n, n, 250) for n in (5, 300, 613)], [], []
     for stream in ("same", "second"):
         with captured() as graphs:
@@ -155,7 +155,7 @@ def test_the_indexer_runs_on_a_second_stream(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def definitions() -> Iterator[None]:
-    """Within, what is selected and attended is computed by the definitions."""
+    """Context manager: the definitions compute selection and attention."""
     into = paged_mqa_logits_into.reference
     with (
         patch("cairn.ops.sparse_mla.paged_mqa_logits.paged_mqa_logits_into", into),
@@ -166,8 +166,8 @@ def definitions() -> Iterator[None]:
 
 
 def test_far_behind_what_is_selected(tmp_path: Path) -> None:
-    """At 64K tokens, of which a query reads 32: its prefix comes from the kernels' cache, and what
-    follows is computed by the kernels and by the definitions."""
+    """At 64K tokens, of which a query selects 32: kernels compute the prefix, then kernels and
+    definitions both compute the rest."""
     store(tmp_path, BLOCK | FAMILIES["every layer selects"] | {"max_position_embeddings": 1 << 17})
     options = {"dtype": "float32", "load_format": "auto", "disable_cuda_graph": True}
     options |= {"max_model_len": 1 << 17, "kv_cache_memory": "1GiB", "page_size": 64}

@@ -1,4 +1,5 @@
-"""Sparse attention by an indexer: a step takes what its rows need; no old memory shows in it."""
+"""Sparse attention with an indexer: buffers have the size of the step's rows, and old memory has no
+effect."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "load_format": "auto"}
 
 
 def test_scores_are_as_wide_as_the_longest_row_that_runs(tmp_path: Path) -> None:
-    """Not as a row may become: 1024 tokens."""
+    """Less than the maximum length of a row, 1024 tokens."""
     store(tmp_path, BLOCK | FAMILIES["layers share"])
     built, shapes, score = made(tmp_path, "layers share", **OPTIONS), [], ops.paged_mqa_logits
 
     def scoring(*given, **options):
         logits = score(*given, **options)
-        # The page table has an entry for each page, not for each token.
+        # The page table has one entry per page, not per token.
         assert given[3].shape[1] == 1024 // PAGE
         shapes.append(tuple(logits.shape))
         return logits
@@ -40,7 +41,7 @@ def test_scores_are_as_wide_as_the_longest_row_that_runs(tmp_path: Path) -> None
 
 
 def test_two_starts_give_equal_bits(tmp_path: Path) -> None:
-    """Memory that nobody has written is NaN, and other pages are free first."""
+    """Unwritten memory is NaN, and other pages are allocated first."""
     store(tmp_path, BLOCK | FAMILIES["every layer selects"])
     prompts, found = prompts_of(4)[2:5], []
     for spare in (0, 3):
@@ -53,7 +54,7 @@ def test_two_starts_give_equal_bits(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=["layers share", "compressed"])
 def sparse(request, tmp_path_factory) -> Built:
-    """An engine whose layers select tokens, or entries; without a prefix cache."""
+    """An engine whose layers select tokens or entries, without a prefix cache."""
     folder = tmp_path_factory.mktemp("sparse")
     if request.param == "compressed":
         return dsv4.made(folder, enable_prefix_caching=False)
@@ -62,8 +63,8 @@ def sparse(request, tmp_path_factory) -> Built:
 
 
 def test_entries_behind_a_selection_are_not_read(sparse: Built) -> None:
-    """Rows that see fewer tokens than are selected, beside one that sees more: the rest of their
-    lists names cells of a page that nobody owns, which holds NaN."""
+    """Rows shorter than top-k next to a longer one: the rest of their lists refers to cells of an
+    unowned page, which contains NaN."""
     select, replaced = ops.select_topk, list[int]()
     free = sparse.core.cache.allocator.free_pages[0]
 
@@ -82,7 +83,7 @@ def test_entries_behind_a_selection_are_not_read(sparse: Built) -> None:
 
 
 def test_nan_scores_of_one_row_stay_there(sparse: Built) -> None:
-    """They select cells that the row may read, and change no other row."""
+    """Rows select only cells that they may read, and do not affect each other."""
     score, select = ops.paged_mqa_logits, ops.select_topk
 
     def scoring(*given, **options) -> Tensor:

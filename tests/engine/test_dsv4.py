@@ -1,4 +1,5 @@
-"""DeepSeek-V4 through the whole engine against its formulas, and what it keeps."""
+"""DeepSeek-V4 through the whole engine, compared with its formulas, and the content of its
+cache."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ from tests.engine.harness import ROUNDING, assert_same, difference, engine, gree
 from tests.support import shows
 
 BOUND = 1e-4
-"""Of the largest logit."""
+"""Relative to the largest logit."""
 OPTIONS = {"page_size": 16, "kv_cache_memory": "16MiB"}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder and what the formulas say of it."""
+    """A model folder and its logits by the formulas."""
     folder = tmp_path_factory.mktemp("v4")
     return folder, Reference(CONFIG, saved(folder))
 
@@ -39,7 +40,8 @@ def model(tmp_path_factory):
     ("page_size", "lengths"), [(8, (3, 19, 20, 33, 64)), (64, (4, 21, 31, 32, 130))]
 )
 def test_prefill_and_decode_equal_the_formulas(model, page_size, lengths):
-    """Around entries, the window, pages, and so many entries that some are not selected."""
+    """Prompt lengths around entries, windows and pages, and long enough that some entries are not
+    selected."""
     folder, reference = model
     built = engine(str(folder), **OPTIONS | {"page_size": page_size})
     prompts = [text(n, n, 150) for n in lengths]
@@ -67,7 +69,7 @@ def test_chunks(model, chunk):
 @shows("deepseek_v4", "prefix cache")
 @pytest.mark.parametrize("length", [17, 48, 100])
 def test_a_cached_prefix_of_any_number_of_pages(model, length):
-    """Windows of tokens are open where most of these end."""
+    """Most of these end within the window of an entry."""
     built = engine(str(model[0]), **OPTIONS)
     prompt = text(9, 100, 150)
     run(built, [prompt[:length]], greedy(1))
@@ -79,13 +81,13 @@ def test_a_cached_prefix_of_any_number_of_pages(model, length):
 
 @shows("deepseek_v4", "quantised KV")
 def test_records_in_bytes(tmp_path):
-    """Near those of 32 bits, and as exact in chunks and behind a prefix as they are."""
+    """Close to the 32-bit results, and equal in chunks and after a cached prefix."""
     saved(tmp_path, head_dim=80, qk_rope_head_dim=16)
     options = OPTIONS | {"kv_cache_dtype": "fp8_ds"}
     prompt, params = text(9, 100, 150), greedy(2, prompt_logprobs=True)
     built = engine(str(tmp_path), **options)
     pages = built.runner.pools.pages
-    # 64 numbers in float8, 8 bytes of scales, 16 numbers in bfloat16.
+    # 64 values in float8, 8 bytes of scales, 16 values in bfloat16.
     assert [pages[1][name].shape[2] for name in ("record", "entry")] == [104, 104]
     (whole,) = run(built, [prompt], params)
     (parts,) = run(engine(str(tmp_path), **options), [prompt], params, [33])
@@ -100,7 +102,7 @@ def test_records_in_bytes(tmp_path):
 
 @shows("deepseek_v4", "speculation")
 def test_rejected_guesses_leave_nothing_behind(model):
-    """Guesses close windows that the tokens in their place close otherwise."""
+    """Rejected guesses complete entries that the accepted tokens complete differently."""
     options = OPTIONS | {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}
     prompt = text(3, 30, 150) * 2
     plain = run(engine(str(model[0]), **OPTIONS), [prompt], greedy(16))[0]
@@ -109,7 +111,8 @@ def test_rejected_guesses_leave_nothing_behind(model):
 
 
 def test_cache_fields_of_layers(tmp_path):
-    """Entries and index keys for good; records and inputs of entries under their windows."""
+    """Entries and index keys are kept for good; records and inputs of entries only under their
+    windows."""
     schema = made(tmp_path).runner.pools.schema
     pages = [layer.pages for layer in schema.layers]
     kept = [{field.name: (field.shape, field.window) for field in fields} for fields in pages]
@@ -148,7 +151,7 @@ def test_quantised_checkpoints_give_the_logits_of_what_they_hold(tmp_path):
     (kept,) = run(packed, [prompt], greedy(4, prompt_logprobs=True))
     assert_same(kept, got)
     experts = packed.runner.model.layers[1].ffn
-    # 6 experts of three matrices: 4 bits a number, and 8 for every 32 or fewer of a row.
+    # 6 experts of three matrices: 4 bits per value, and 8 for every 32 or fewer values of a row.
     assert experts.gate_up.weight.nbytes + experts.down.weight.nbytes == 6 * 3 * 64 * 160 // 2
     assert experts.gate_up.scale.nbytes + experts.down.scale.nbytes == 6 * (128 * 5 + 160 * 2)
     missing = next(name for name in stored if name.endswith("w1.scale"))
@@ -176,7 +179,7 @@ def test_page_sizes_that_windows_do_not_fill_are_refused(model):
 
 
 def test_kinds_without_entries_alone(tmp_path):
-    """Short rates, and a model in which every layer sees a window alone."""
+    """Small compression rates, and a model in which all layers read only a window."""
     changes = {"layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2}
     reference = Reference(CONFIG | changes, saved(tmp_path, **changes))
     prompt = text(2, 50, 150)

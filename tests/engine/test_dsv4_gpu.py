@@ -1,4 +1,4 @@
-"""Compressed attention and residual streams on a GPU: graphs against eager steps, and the CPU."""
+"""Compressed attention and hyper-connections on a GPU: graphs, eager steps, and the CPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LENGTHS = (3, 19, 20, 33, 5 * PAGE, 130, 413)
 
 
 def prompts_of(seed: int) -> list[list[int]]:
-    """Around windows and pages, and far behind what is selected."""
+    """Around windows and pages, and far beyond top-k."""
     return [text(seed + i, length, 150) for i, length in enumerate(LENGTHS)]
 
 
 @shows("deepseek_v4", "CUDA graph")
 def test_graphs_give_what_steps_without_give(tmp_path: Path) -> None:
-    """In chunks, with a cached prefix, with rows that end at different times."""
+    """Chunks, a cached prefix, and rows that end at different times."""
     graphs = made(tmp_path, device="cuda")
     eager = made(tmp_path, device="cuda", disable_cuda_graph=True)
     assert graphs.runner.graphs is not None and eager.runner.graphs is None
@@ -56,12 +56,12 @@ def test_a_replayed_graph_reads_lengths_when_it_runs(tmp_path: Path) -> None:
         prompts = [text(length, length, 150) for length in lengths]
         got, wanted = (run(built, prompts, greedy(6)) for built in (graphs, eager))
         for one, other in zip(got, wanted, strict=True):
-            # In bfloat16 another shape of a product rounds otherwise.
+            # In bfloat16 a product of another shape rounds differently.
             assert np.median(np.abs(one.logprobs - other.logprobs)) < 0.05
 
 
 def test_released_head_sizes_equal_the_formulas(tmp_path: Path) -> None:
-    """Heads of 512 numbers, index keys of 128, a window of 128."""
+    """Heads of 512 values, index keys of 128, a window of 128."""
     changes = {
         "head_dim": 512,
         "qk_rope_head_dim": 64,

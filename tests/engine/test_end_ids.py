@@ -1,4 +1,4 @@
-"""Which ids end an output: config.json, generation_config.json and the tokenizer name them."""
+"""Ids that end an output, from config.json, generation_config.json and the tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cairn.types import Grammar
 from tests.engine import vocabularies
 
 VOCAB = 512
-"""A few more than the tokenizer has: vocabularies are padded."""
+"""Larger than the tokenizer's, because vocabularies are padded."""
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -49,7 +49,7 @@ def ids(tokenizer_folder) -> dict[str, int]:
 
 @pytest.fixture
 def load(tokenizer_folder, tmp_path):
-    """A random model whose files name the given end ids; "absent" leaves the field out."""
+    """A random model whose files name the given end ids; "absent" omits the field."""
 
     def made(config="absent", generation="absent", tokenizer="absent") -> LLM:
         folder = tmp_path / "model"
@@ -71,7 +71,7 @@ def load(tokenizer_folder, tmp_path):
 
 
 def ended_by(llm: LLM, token: int) -> bool:
-    """Whether an id that the model is made to choose ends the output."""
+    """Whether an id that the model is forced to generate ends the output."""
     params = SamplingParams(temperature=0, max_tokens=3, logit_bias={token: 100.0})
     (result,) = llm.generate(["hi"], params)
     (output,) = result.outputs

@@ -1,4 +1,4 @@
-"""Ranks that hold some experts each give what one gives, wherever the experts are."""
+"""Expert parallelism gives the results of one rank, for any placement of experts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_experts_move_while_requests_run(
     assert any(
         places.placement.tolist() != old for places, old in zip(mixtures, before, strict=True)
     )
-    # They are counted from the last time on.
+    # The counts start at the last placement.
     assert all(0 < int(places.loads.sum()) < 80 * 4 for places in mixtures)
 
 

@@ -1,4 +1,4 @@
-"""One test of every invariance for every family: random schedules against each request alone.
+"""Invariance of every family: random schedules compared with each request alone.
 
 The same tokens give the same logits, however prompts are cut into chunks, with whom they share
 steps, how much of them is found in the prefix cache, whether pages are taken back in between, in
@@ -46,12 +46,12 @@ FAMILIES = {
     "latent in 8 bits": DATA / "dsa" / "v32_fp8_scale_ue8m0",
     "compressed": None,
 }
-"""Folders; None: random weights."""
+"""Model folders; None for random weights."""
 OUTPUT = 6
 
 
 def build(family: str, **options) -> Built:
-    """An engine that hands out pages in random order."""
+    """An engine that allocates pages in random order."""
     options |= {"kv_cache_memory": "16MiB", "max_num_seqs": 4}
     folder = FAMILIES[family]
     if folder is None:
@@ -67,7 +67,7 @@ def build(family: str, **options) -> Built:
 
 
 def prompts_of(rng: random.Random, size: int, vocab: int) -> list[list[int]]:
-    """Prompts that share from nothing to nearly everything with one another."""
+    """Prompts that share no, some or nearly all tokens with one another."""
     base = text(rng.randrange(1 << 20), 5 * size, vocab)
     found = []
     for number in range(5):
@@ -80,8 +80,8 @@ def prompts_of(rng: random.Random, size: int, vocab: int) -> list[list[int]]:
 def serve(
     built: Built, rng: random.Random, prompts: list[list[int]], hostage: Lease
 ) -> list[Trace | None]:
-    """Requests that come one after the other while others run, in steps of random sizes; some are
-    aborted (None). What nobody owns is NaN, and the ledger is exact after every step."""
+    """Requests that arrive while others run, in steps of random sizes; some are aborted (None).
+    Unowned memory is NaN, and the ledger is checked after every step."""
     core, size = built.core, built.config.page_size
     waiting, live, doomed = list(enumerate(prompts)), {}, {}
     while waiting or core.has_work:
@@ -109,10 +109,11 @@ def _ended(continuation: Continuation, built: Built) -> Trace | None:
 def expect_each_as_alone(
     built: Built, cold: Built, rng: random.Random, prompts: list[list[int]]
 ) -> None:
-    """Random schedules give what each request gives alone on the other engine; all pages return."""
+    """Random schedules give the results of each request alone on another engine; all pages are
+    freed."""
     alone = [run(cold, [prompt], greedy(OUTPUT), poisoned=False)[0] for prompt in prompts]
     longest = max(len(prompt) for prompt in prompts) + OUTPUT
-    # Two of the longest fit side by side: the others wait, or give their pages back.
+    # Two of the longest requests fit together: others wait, or are preempted.
     hostage = occupy(built.core.cache, keep=2 * int(built.slots.pages_for(longest)) + 1)
     for _ in range(2):
         for found, wanted in zip(serve(built, rng, prompts, hostage), alone, strict=True):
@@ -139,7 +140,7 @@ def test_a_random_schedule_gives_what_each_request_gives_alone(family: str, seed
 
 @pytest.mark.parametrize("family", ["landmarks and windows", "recurrent", "latent in 8 bits"])
 def test_uninitialised_memory_changes_no_bit(family: str, monkeypatch) -> None:
-    """Tensors that PyTorch allocates without filling them are NaN, or what happens to be there."""
+    """Memory of uninitialised tensors is NaN, or unchanged."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True)
     try:

@@ -1,4 +1,4 @@
-"""Replicas over engines that are not there; tests/server/test_replicas.py has real ones."""
+"""Replicas with fake engines; tests/server/test_replicas.py has real ones."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ ROOM = 4
 
 @dataclass
 class Engine:
-    """An engine that starts as told and then takes prompts."""
+    """An engine that starts as configured and then accepts prompts."""
 
     number: int
     failure: Exception | None = None
@@ -73,7 +73,7 @@ class Engine:
 
 
 class Fakes:
-    """Makes engines; those after the first of a replica are in `later`."""
+    """Creates engines; those after a replica's first one are in `later`."""
 
     def __init__(self, *first, later=()):
         self.first, self.later, self.made = first, list(later), []
@@ -152,7 +152,7 @@ def test_a_replica_that_ends_is_passed_over_and_comes_back():
         assert fleet.down == {} and fleet.engines == (fakes.made[3], fakes.made[1])
         assert fleet.submit([1], SamplingParams()) == 0
 
-    # The first try to start it again fails.
+    # The first restart fails.
     running(test, {}, {}, later=[{"failure": BadConfig("no socket")}, {}])
 
 

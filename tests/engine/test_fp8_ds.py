@@ -1,4 +1,5 @@
-"""Records and index keys in 8 bits through the whole engine: as exact as in 16, only coarser."""
+"""Records and index keys in 8 bits through the whole engine: the same invariances, coarser
+values."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_fp8_records_are_near_float32(tmp_path: Path) -> None:
     for got, want in zip(small, exact, strict=True):
         told, found = want.prompt_logprobs, got.prompt_logprobs
         divergence = (np.exp(told) * (told - found)).sum(-1)
-        # Random weights magnify what a few bits cost; a wrong number would cost far more.
+        # Random weights magnify the error of a few bits; a wrong value would have a far larger
+        # effect.
         assert 0 < divergence.mean() < 0.2
 
 

@@ -1,4 +1,4 @@
-"""The reference model's logits, position by position, through the whole engine."""
+"""Logits of the reference model, position by position, through the whole engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def prompt_rows(trace: Trace) -> np.ndarray:
 @shows("hils", "reference logits")
 @pytest.mark.parametrize("case", CASES)
 def test_prefill_and_greedy_continuation(case: str, device: str):
-    """Prompts of all lengths in one batch; on a GPU, which rounds by the batch, one by one."""
+    """Prompts of all lengths in one batch; one by one on a GPU, where rounding depends on the
+    batch."""
     built = engine(case, chunked_prefill_size=64, device=device, enable_prefix_caching=False)
     goldens = [golden_of(case, length) for length in lengths(case)]
     for batch in [goldens] if device == "cpu" else [[golden] for golden in goldens]:
@@ -58,7 +59,8 @@ def assert_golden(got: Trace, golden: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_prefill_in_bfloat16(case: str, device: str):
-    """Rounding changes pages at the edge of a selection: a few rows of random weights go astray."""
+    """Rounding changes pages at the edge of a selection, so a few rows with random weights
+    differ."""
     golden = golden_of(case, max(lengths(case)))
     built = engine(case, dtype="bfloat16", device=device)
     (got,) = run(built, [golden["input_ids"].tolist()], greedy(1, prompt_logprobs=True))

@@ -1,4 +1,4 @@
-"""Grammars as masks, against enumerated languages."""
+"""Masks of grammars, compared with enumerated languages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def allowed(state: GrammarState) -> set[int]:
 
 
 def feed(state: GrammarState, text: str) -> GrammarState:
-    """Accept every byte of a text; each must be in the mask."""
+    """Accept every byte of a text; each must be allowed by the mask."""
     for byte in text.encode():
         assert byte in allowed(state), (text, chr(byte))
         state.accept(byte)
@@ -57,7 +57,7 @@ def takes(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
 
 
 def words_of(seed: int, size: int) -> tuple[bytes, ...]:
-    """A vocabulary of tokens of several bytes, some twice, some empty, beside the single ones."""
+    """A vocabulary of single bytes and multi-byte tokens, some of them duplicate or empty."""
     draw = random.Random(seed)
     singles = [bytes([byte]) for byte in b"abc01"]
     longer = [bytes(draw.choices(b"abc01", k=draw.randint(2, 5))) for _ in range(size)]
@@ -219,7 +219,7 @@ def test_a_dead_end_is_an_error_of_the_state() -> None:
 def test_walks_over_whole_vocabularies_satisfy_the_grammar(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Tokens of many bytes, parts of characters, special tokens: what the ids spell is parsed."""
+    """Multi-byte tokens, partial characters, special tokens: the grammar parses the ids' bytes."""
     folder = tmp_path_factory.mktemp(name)
     tokenizer = Tokenizer(getattr(vocabularies, name)(folder))
     size = tokenizer.size + 5

@@ -1,4 +1,4 @@
-"""A prefix that comes back from host memory is the prefix that was given up."""
+"""A prefix loaded from host memory equals the evicted prefix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LANDMARKS = "landmarks and windows"
 
 
 def give_up_all(built: Built) -> None:
-    """Have the device's prefix cache give up all it holds; what nobody owns is NaN then."""
+    """Evict the device's whole prefix cache; unowned memory is NaN afterwards."""
     cache, pools = built.core.cache, built.runner.pools
     if cache.states is not None:
         cache.states.free(list(iter(cache.states.take, None)))
@@ -60,7 +60,7 @@ def test_a_prefix_from_host_memory_gives_the_bits_of_one_on_the_device(family: s
     check(core.cache, ())
     assert all_pages_back(core)
 
-    # A damaged record is a miss: what it held is computed again, as behind a shorter prefix.
+    # A corrupted record is a miss: its content is recomputed, as after a shorter prefix.
     give_up_all(built)
     (name, slot), *_ = reversed(host.slots[PAGE].kept.items())
     records = core.executor.records
@@ -68,7 +68,7 @@ def test_a_prefix_from_host_memory_gives_the_bits_of_one_on_the_device(family: s
     again = run(built, [prompt], greedy(6))[0]
     assert host.damaged == 1 and again.cached < warm.cached and again.tokens == warm.tokens
     check(core.cache, ())
-    # It is computed again, and given up again, so that the whole prefix is found once more.
+    # It is recomputed and evicted again, so the whole prefix is found the next time.
     give_up_all(built)
     assert records.intact(PAGE, host.slots[PAGE].kept[name])
     assert_same_bits(run(built, [prompt], greedy(6))[0], warm)

@@ -1,4 +1,4 @@
-"""Memory that operations free stays with the process."""
+"""The process keeps memory that operations free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages in host memory, with a few frames on the device, give what pages on the device give."""
+"""Pages in host memory, with few frames on the device, give the results of pages on the device."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ gpu = pytest.mark.gpu
 
 
 def as_on_a_gpu(self: HsaBackend, spec: HilsSpec, inputs: HilsInputs, plan: StepPlan) -> bool:
-    """`HsaBackend._few` without the question for the device."""
+    """`HsaBackend._few` without the check of the device."""
     return len(inputs.q) <= spec.local_window
 
 
 def tiered(family: str, count: int, **options: Any) -> Built:
-    """An engine with so many frames of each layer and head."""
+    """An engine with this many frames per layer and head."""
     built = build(family, **TIER, **options)
     frames = built.runner.pools.frames
     assert frames is not None
@@ -50,7 +50,7 @@ def tiered(family: str, count: int, **options: Any) -> Built:
 
 
 def expect_alone(built: Built, plain: Built, seed: int) -> None:
-    """A random schedule gives what each request gives alone on the other engine."""
+    """A random schedule gives the results of each request alone on the other engine."""
     rng = random.Random(seed)
     size, vocab = built.config.page_size, built.spec.vocab_size
     prompts = prompts_of(rng, min(size, 32), vocab)[-4:]
@@ -83,7 +83,7 @@ def test_a_random_schedule_with_few_frames_gives_what_requests_give_alone(
 
 
 def test_steps_of_few_queries_read_host_memory_in_place(monkeypatch) -> None:
-    """As on a GPU: what they have selected comes into frames behind the last layer."""
+    """As on a GPU: selected pages are copied into frames after the last layer."""
 
     monkeypatch.setattr(HsaBackend, "_few", as_on_a_gpu)
     built = tiered("landmarks", 70)
@@ -91,7 +91,8 @@ def test_steps_of_few_queries_read_host_memory_in_place(monkeypatch) -> None:
 
 
 def test_a_rehearsal_leaves_out_layers_with_frames(monkeypatch) -> None:
-    """It runs the first of each kind and the last, and ops check their arguments, as on a GPU."""
+    """Warm-up runs the first and the last of each kind, and ops check their arguments, as on a
+    GPU."""
     monkeypatch.setattr(HsaBackend, "_few", as_on_a_gpu)
     monkeypatch.setattr(runner, "skip_checks", contextlib.nullcontext)
     built = engine(str(DATA / "hils" / "qwen_rope_fullrank"), kv_cache_memory="16MiB", **TIER)
@@ -102,7 +103,7 @@ def test_a_rehearsal_leaves_out_layers_with_frames(monkeypatch) -> None:
 
 
 def same_schedule(engines: list[Built]) -> None:
-    """Two engines follow one schedule; all their bits are equal."""
+    """Two engines follow one schedule; all results are equal bit by bit."""
     size, vocab = engines[0].config.page_size, engines[0].spec.vocab_size
     prompts = prompts_of(random.Random(3), min(size, 32), vocab)[1:4]
     found = []
@@ -120,14 +121,14 @@ def same_schedule(engines: list[Built]) -> None:
 
 
 def test_few_frames_change_no_bit() -> None:
-    """Where the loops that run do not go by the number of queries."""
+    """For loops whose choice does not depend on the number of queries."""
     with force("landmark_attention=composed,page_attention=reference"):
         same_schedule([build("landmarks"), tiered("landmarks", 5)])
 
 
 @gpu
 def test_decode_through_frames_gives_the_bits_of_pages() -> None:
-    """Prompts run in chunks of few tokens, which the decode step's kernels take as well."""
+    """Prompts run in small chunks, for which the decode step's kernels are used as well."""
     options = ON_GPU | {"chunked_prefill_size": 16}
     engines = [build("landmarks", **options), tiered("landmarks", 100, **options)]
     prompts = [text(seed, 150 + 20 * seed, engines[0].spec.vocab_size) for seed in range(3)]
@@ -142,7 +143,7 @@ def test_decode_through_frames_gives_the_bits_of_pages() -> None:
 
 
 def test_a_page_that_is_written_anew_leaves_its_frame() -> None:
-    """Requests that share nothing take each other's pages, of which many are still in frames."""
+    """Requests that share nothing reuse each other's pages, many of which are still in frames."""
     options = {"enable_prefix_caching": False}
     engines = [build("landmarks", **options), tiered("landmarks", 64, **options)]
     for seed in range(3):

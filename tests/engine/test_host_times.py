@@ -1,4 +1,4 @@
-"""What a step that only decodes costs the host, by a clock that moves only when it is told to."""
+"""Host times of decode steps, with a fake clock."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_neither_the_wait_nor_prefill_counts(overlap):
     assert steady.plan == PLAN * steady.steps
     assert steady.launch == LAUNCH * steady.steps
     assert steady.results == 0
-    # With overlap the caller's time is between two results, without it is between two steps.
+    # With overlap, the caller's time is between two results; without, it is between two steps.
     assert steady.other == (CALLER * steady.steps if overlap else 0)
 
 

@@ -1,4 +1,4 @@
-"""Prompts with images through the whole engine: whatever the schedule, the same answers."""
+"""Prompts with images through the whole engine: outputs do not depend on the schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support import shows
 
 MEDIA = media_spec()
 ROUNDING = 2e-4
-"""Float32 noise on log-probabilities."""
+"""Float32 rounding of log-probabilities."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def seeing(folder: Path, **options) -> Built:
-    """An engine with drawn weights; pages of 16 slots."""
+    """An engine with random weights and pages of 16 slots."""
     return engine(folder, load_format="random", page_size=16, limit_mm_per_prompt=None, **options)
 
 
@@ -48,7 +48,7 @@ def image(seed: int, height: int = 40, width: int = 56) -> Prepared:
 
 
 def prompt(*parts: int | Prepared, seed: int = 0) -> Prompt:
-    """Text of so many tokens, images and videos, in order."""
+    """A prompt of text (given as numbers of tokens), images and videos, in order."""
     ids: list[int] = []
     items = []
     for part in parts:
@@ -69,7 +69,7 @@ def start(built: Built, given: Prompt, tokens: int):
 
 
 def serve(built: Built, given: Prompt, tokens: int = 4, budget: int = 4096) -> Trace:
-    """One prompt alone."""
+    """The output of one prompt alone."""
     built.core.scheduler.limits = Limits(built.config.max_num_seqs, budget)
     live = start(built, given, tokens)
     while built.core.has_work:
@@ -84,7 +84,7 @@ def same(got: Trace, wanted: Trace) -> bool:
 
 @shows("qwen3_5", "prefix cache")
 def test_two_images_are_two_prefixes(folder: Path) -> None:
-    """Equal ids, other pixels; and the same image again, which is cached and not encoded."""
+    """Equal ids with other pixels; and the same image again, which is cached and not encoded."""
     # Snapshots of states are at least half a step apart: 2 pages.
     built = seeing(folder, chunked_prefill_size=64)
     cold = seeing(folder, enable_prefix_caching=False)
@@ -94,7 +94,7 @@ def test_two_images_are_two_prefixes(folder: Path) -> None:
     assert difference(wanted[0].logprobs, wanted[1].logprobs) > 1e-2
     for given, expected in ((one, wanted[0]), (other, wanted[1]), (one, wanted[0])):
         assert same(serve(built, given), expected)
-    # Text alone in front of an image is shared, and a text with the same ids is no image.
+    # Text before an image is shared; a text with the same ids as an image is not.
     encoded = built.runner.encoder.encoded
     again = serve(built, one)
     assert again.cached >= 64 and built.runner.encoder.encoded == encoded
@@ -107,7 +107,7 @@ def test_two_images_are_two_prefixes(folder: Path) -> None:
 
 
 def test_an_image_is_computed_once_for_several_requests(folder: Path) -> None:
-    """Who shares an image that is being computed waits for it; who has another does not."""
+    """A request waits for an image that another one computes, but not for a different image."""
     built = seeing(folder)
     built.core.scheduler.limits = Limits(4, 40)
     given = [prompt(30, image(seed), 20) for seed in (1, 1, 2)]
@@ -130,12 +130,12 @@ def test_an_image_is_computed_once_for_several_requests(folder: Path) -> None:
     ids=["plain", "draft layer"],
 )
 def test_random_schedules(folder: Path, options: dict) -> None:
-    """Prompts that share images and texts, come at any time, in chunks of any size, are aborted,
-    retracted, drafted for and cached: each answers as it does alone and cold."""
+    """Prompts that share images and texts, in chunks of any size, with aborts, preemptions, drafts
+    and cached prefixes: each output equals that of the prompt alone with a cold cache."""
     rng = random.Random(3)
     cold = seeing(folder, enable_prefix_caching=False, max_num_seqs=1)
     built = seeing(folder, max_num_seqs=3, **options)
-    # One embedding is kept at most: what is dropped is computed again.
+    # At most one embedding is kept: dropped ones are recomputed.
     built.runner.encoder._budget = 0
     video = prepared_video([picture(seed, 16, 24) for seed in range(3)], MEDIA, fps=2.0)
     roots: list[tuple[int | Prepared, ...]] = [
@@ -171,7 +171,8 @@ def test_random_schedules(folder: Path, options: dict) -> None:
 
 
 def test_a_draft_layer_runs_a_chosen_token_at_its_position(folder: Path) -> None:
-    """Which behind an image is not its number; a wrong one would cost right guesses alone."""
+    """After an image, positions differ from indices; wrong ones would only reduce the right
+    guesses."""
     built = seeing(folder, speculative_algorithm="NEXTN", speculative_num_steps=1)
     model, positions = built.runner.model, []
     guess = model.guess
@@ -183,7 +184,7 @@ def test_a_draft_layer_runs_a_chosen_token_at_its_position(folder: Path) -> None
     model.guess = watched
     given = prompt(5, image(1), 9)
     serve(built, given, tokens=3)
-    # Behind the prompt it runs the token chosen there; the next step begins with that token.
+    # After the prompt it runs the sampled token; the next step begins with that token.
     drafted = next(i for i, at in enumerate(positions) if at.shape == (1,))
     (chosen,) = positions[drafted].tolist()
     assert positions[drafted + 1][..., 0].unique().tolist() == [chosen]
@@ -220,5 +221,5 @@ def test_few_embeddings_are_kept() -> None:
     items = [image(seed).item for seed in range(3)]
     for item in (*items[:2], items[0], items[2], items[0], items[1]):
         cache.of([item])
-    # The second was used least recently when the third came.
+    # The second was the least recently used one when the third arrived.
     assert cache.encoded == len(made) == 4 and cache.found == 2

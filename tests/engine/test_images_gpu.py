@@ -1,4 +1,4 @@
-"""Images on a GPU: the CPU's answers, with graphs and overlap."""
+"""Images on a GPU: the results of the CPU, with graphs and overlap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def with_weights_of(built: Built, other: Built) -> Built:
-    """The engine with another's weights: they are drawn by device."""
+    """The engine with the weights of another one, because random weights depend on the device."""
     built.runner.model.load_state_dict(other.runner.model.state_dict())
     return built
 
@@ -41,7 +41,7 @@ def test_embeddings_are_the_cpus(folder: Path) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 2])
 def test_answers_are_the_cpus(folder: Path, drafts: int) -> None:
-    """Of prompts with images and without, together, in chunks, and twice."""
+    """Prompts with and without images, together, in chunks, and twice."""
     cpu = seeing(folder)
     options = {"speculative_algorithm": "NEXTN", "speculative_num_steps": drafts} if drafts else {}
     gpu = seeing(folder, device="cuda", max_num_seqs=4, **options)

@@ -1,4 +1,4 @@
-"""The same tokens give the same logits, whatever the schedule. Page memory is NaN unless owned.
+"""The same tokens give the same logits, for any schedule. Unowned page memory is NaN.
 
 Every comparison is of whole-vocabulary log-probabilities at every position, through the engine. On
 a GPU decode steps are graphs, padded to more rows than run.
@@ -39,13 +39,14 @@ SMALL = [
     pytest.param("qwen_gqa4_prior_lora_inrange", marks=pytest.mark.slow),
     pytest.param("olmo_mha_interleave4", marks=pytest.mark.slow),
 ]
-"""The slow ones are families of test_families.py, whose schedules are the same in short."""
+"""The slow ones are families of test_families.py, which runs shorter versions of these
+schedules."""
 
 
 @functools.cache
 def in_chunks_of(chunk: int | None, case: str, device: str) -> Trace:
-    """A prompt read in chunks, or as a whole."""
-    # Of steps of one token some stand for all: at the beginning, and behind pages.
+    """A prompt in chunks, and as a whole."""
+    # Some steps of one token represent all: at the beginning, and after pages.
     budgets = {None: [], 1: [*[1] * 40, 64]}.get(chunk, [chunk])
     built = engine(case, device=device)
     return run(built, [text(1, 230)], greedy(4, prompt_logprobs=True), budgets=budgets)[0]
@@ -98,7 +99,8 @@ def test_decode_against_prefill_over_many_pages(case, device):
 @pytest.mark.parametrize("share", [0.5, 0.99])
 @pytest.mark.parametrize("case", SMALL)
 def test_cold_against_warm_prefix(case, share, device):
-    """Generation runs on until the reused pages have left the window and are read by landmark."""
+    """Generation continues until the reused pages have left the window and are read by
+    selection."""
     built = engine(case, device=device)
     size = built.config.page_size
     first, length = text(5, 640), 640
@@ -118,7 +120,7 @@ def test_cold_against_warm_prefix(case, share, device):
 
 @pytest.mark.parametrize("case", SMALL)
 def test_an_identical_prompt_again(case, device):
-    """A full prefix hit, at prompt lengths around a page's end."""
+    """A full prefix hit, at prompt lengths around the end of a page."""
     built = engine(case, device=device)
     per_page = built.slots.tokens_per_page
     for length in (per_page * 9 - 1, per_page * 9, per_page * 9 + 1):
@@ -146,7 +148,7 @@ def test_retracted_and_resumed_against_undisturbed(case, device):
     size = engine(case, device=device).config.page_size
     prompts = [text(20 + i, 3 * size) for i in range(4)]
     tight = engine(case, device=device, max_model_len=12 * size)
-    # Half of the pages are taken away: four sequences of five pages cannot run side by side.
+    # Half of the pages are unavailable: four sequences of five pages cannot run together.
     cache = tight.core.cache
     hostage = occupy(cache, keep=15)
     got = run(tight, prompts, greedy(2 * size), poisoned=True)
@@ -170,7 +172,7 @@ def test_permuted_physical_pages(case, device):
 
 
 class Writes:
-    """Stands before an executor and tells from the plans which slots the last of them may write."""
+    """Wraps an executor and computes from its plans which slots the last plan may write."""
 
     def __init__(self, built: Built) -> None:
         self.inner, self.slots = built.core.executor, built.slots
@@ -202,7 +204,7 @@ class Writes:
 
 @pytest.mark.parametrize("case", ["olmo_mha_interleave4", "qwen_noprior_lmk_k"])
 def test_a_step_writes_the_slots_it_runs_and_no_others(case, device):
-    """Shared prefixes, page ends, retractions; 5 rows leave padding in a graph of 8."""
+    """Shared prefixes, page ends, preemptions; 5 rows leave padding in a graph of 8."""
     built = engine(case, device=device, max_num_seqs=5, kv_cache_memory="2MiB")
     core, pools, size = built.core, built.runner.pools, built.config.page_size
     shared = text(30, 4 * size)
@@ -237,8 +239,8 @@ def test_a_step_writes_the_slots_it_runs_and_no_others(case, device):
     "case, all_below", [("qwen_gqa4_prior_lora_inrange", 80), ("olmo_mha_interleave4", 1)]
 )
 def test_lengths_from_1_to_400(case, all_below, device):
-    """Rows 0 .. n of a prompt do not depend on how much follows; no length gives a NaN. From
-    `all_below` on they are 7 apart, which meets every place of a page, of 15 tokens."""
+    """Rows 0 .. n of a prompt do not depend on the following tokens; no length gives NaN. From
+    `all_below` on, lengths are 7 apart, which covers every position in a page of 15 tokens."""
     built = engine(
         case, device=device, enable_prefix_caching=False, max_num_seqs=64, kv_cache_memory="64MiB"
     )

@@ -1,4 +1,4 @@
-"""Keywords that llguidance does not know: written in others, or refused by name."""
+"""Schema keywords that llguidance does not support: rewritten to others, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Keys and values in 8 and 4 bits through the whole engine: as exact as in 16, only coarser."""
+"""Keys and values in 8 and 4 bits through the whole engine: the same invariances, coarser
+values."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def prompt(seed: int, count: int) -> list[int]:
 
 
 def assert_near(got: np.ndarray, want: np.ndarray) -> None:
-    """Log-probabilities [rows, V] agree. Float32 noise can round a key to the next 8-bit or 4-bit
-    value, and the rows that attend to the key differ."""
+    """Log-probabilities [rows, V] agree. Float32 rounding can move a key to the next 8-bit or 4-bit
+    value, which changes the rows that attend to it."""
     assert difference(got, want) < 0.5
     assert np.median(np.abs(got - want).max(-1)) < 0.02
 
@@ -60,7 +61,8 @@ def test_chunks_batches_prefixes_and_decode_agree(case, kind):
     assert_near(got.prompt_logprobs, want.prompt_logprobs)
     (again,) = run(built, [tokens], greedy(1))
     assert again.cached > 100
-    # It reads what the chunks have written: one row cannot tell noise, but its keys are the same.
+    # It reads what the chunks have written. A single row cannot show rounding differences, but its
+    # keys are equal.
     assert_near(again.logprobs, got.logprobs[:1])
     (whole,) = run(fresh(), [tokens + want.tokens[:-1]], greedy(1, prompt_logprobs=True))
     assert_near(whole.prompt_logprobs[-19:], want.logprobs[:-1])
@@ -77,7 +79,7 @@ def test_quantised_caches_are_near_the_reference(case, kind, most, device):
     built = engine(case, device=device, kv_cache_dtype=kind)
     (got,) = run(built, [tokens], greedy(1, prompt_logprobs=True))
     divergence = (np.exp(want) * (want - got.prompt_logprobs)).sum(-1)
-    # Random weights magnify what few bits of precision cost; a wrong number would cost far more.
+    # Random weights magnify the error of a few bits; a wrong value would have a far larger effect.
     assert 0 < divergence.mean() < most and np.isfinite(got.prompt_logprobs).all()
 
 

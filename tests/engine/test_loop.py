@@ -30,7 +30,8 @@ SECONDS = 30
 
 
 class Steps:
-    """An executor that waits for leave before every step, and notes the pages it could have."""
+    """An executor that waits for permission before every step, and records the pages it could
+    use."""
 
     def __init__(self, core) -> None:
         self.inner = core.executor
@@ -43,7 +44,7 @@ class Steps:
         self.ahead = {name: 2 for name in CAPTURES}
 
     def call(self, name):
-        """Captures wait for leave too."""
+        """Captures wait for permission, too."""
         self.captures.append(name)
         self.reached.release()
         assert self.leave.acquire(timeout=SECONDS)
@@ -60,7 +61,7 @@ class Steps:
 
 
 class Running:
-    """A loop in a thread; `steps` holds it back, `sent` is what it has said."""
+    """A loop in a thread; `steps` controls it, `sent` has its messages."""
 
     def __init__(self, graphs=None, **core) -> None:
         self.core = fake_core(**core)
@@ -89,7 +90,7 @@ class Running:
             self.failure = error
 
     def _take(self, message) -> None:
-        # Over the wire and back: what cannot travel fails here.
+        # Encode and decode, so that messages that cannot be sent fail here.
         data = msgspec.msgpack.encode(message)
         with self.said:
             self.sent.append(msgspec.msgpack.decode(data, type=FromEngine))
@@ -107,7 +108,7 @@ class Running:
         assert self.steps.reached.acquire(timeout=SECONDS)
 
     def step(self, count: int = 1) -> None:
-        """Let the step that is reached run, and so on, up to the door of the next one."""
+        """Let the waiting step run, and all further ones up to the next wait."""
         for _ in range(count):
             self.steps.leave.release()
             self.reach_step()
@@ -178,7 +179,7 @@ def test_pages_of_what_is_taken_back_return_before_the_next_step(make):
     running.step(4)
     before = running.steps.available[-1]
     running.tell(Abort(["goes", "unknown"]))
-    # The step that runs does not know; the next one is planned without them.
+    # The running step does not know about it; the next one is planned without them.
     running.step()
     assert running.steps.available[-1] >= before + 13
     running.step()
@@ -209,7 +210,7 @@ def test_waiting_requests_can_be_aborted(make):
     ended = [d for d in deltas(running.sent) if d.finish_reason == "abort"]
     assert {d.id for d in ended} == {"waits"} and len(ended) == 30
     assert not any(d.token_ids for d in ended)
-    # Nothing of them is kept while the row is taken.
+    # Nothing of them is cached while the row is in use.
     assert len(running.core.scheduler.waiting) <= 1
 
 
@@ -276,7 +277,7 @@ def test_an_idle_engine_captures_graphs_and_a_request_waits_for_one_at_most(make
     running.step()
     assert len(running.steps.captures) == len(running.steps.available) == 1
     for _ in range(4):
-        # The request's second step, then the captures that are left.
+        # The request's second step, then the remaining captures.
         running.step()
     running.steps.leave.release()
     running.wait(lambda sent: any(d.finish_reason for d in deltas(sent)))
@@ -285,7 +286,7 @@ def test_an_idle_engine_captures_graphs_and_a_request_waits_for_one_at_most(make
 
 
 def test_ended_requests_in_a_step_in_flight_are_not_counted(make, monkeypatch):
-    """With overlap the step behind the end of an output is in flight when the end shows."""
+    """With overlap, the step after the end of an output is running when the end is detected."""
     monkeypatch.setattr("cairn.engine.loop.STATS_SECONDS", 0)
     chosen = [next_token("a.0", index) for index in range(50)]
     last = next(i for i in range(3, 50) if chosen[i] not in chosen[:i])

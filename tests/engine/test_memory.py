@@ -1,4 +1,4 @@
-"""The memory plan: what is promised fits, and what does not fit names the one option to change."""
+"""The memory plan: what it allows fits, and what does not fit names the option to change."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_gpu_is_never_promised_more_than_its_share(parts, share, length):
     except OutOfMemory as error:
         left = int(share * 1000_000) - usage.taken
         assert left < max(1, -(-(length or 1) // 63)) * 1000
-        # The remedy works, where it is a number.
+        # The suggested value works, if it is a number.
         least = re.search(r"gpu-memory-utilization\) to at least ([0-9.]+)", str(error))
         if least:
             assert plan(usage=usage, **options | {"gpu_memory_utilization": float(least[1])})
@@ -187,7 +187,7 @@ def test_window_layers_own_pages_are_planned_too(memory, length, rows, chunk):
     assert min(step, found.num_pages) <= found.window_pages <= found.num_pages
     assert found.num_pages * 63 >= found.max_model_len == (length or found.max_model_len)
     assert found.num_pages <= rows * -(-found.max_model_len // 63)
-    # As many tokens as if all layers kept all pages, at least; all where there is room for all.
+    # At least as many tokens as if all layers kept all pages; all tokens if there is room.
     alike = plan(**options | {"max_model_len": None})
     assert found.num_pages >= min(alike.num_pages, found.num_pages if length else 10**9)
     if found.num_pages == rows * -(-found.max_model_len // 63):
@@ -238,8 +238,8 @@ def test_a_long_sequence_costs_kept_window_pages_first():
 
 
 def test_7b_at_128k_tokens_fits_a_card_of_80_gb():
-    """32 layers of 32 heads of 128 in bfloat16, 8 of them with landmarks: 67 GB of pages before
-    window layers had their own."""
+    """32 layers of 32 heads of 128 in bfloat16, 8 of them with landmarks. With pages for all layers
+    it would need 67 GB."""
     spec = load_spec(config_of("7b", "hsa"))
     options = EngineOptions(max_model_len=131072 + 33, max_num_seqs=1)
     config = resolve(options, spec, SERVER)

@@ -1,4 +1,4 @@
-"""The embedded default finds what is hidden in a long document, through the whole engine.
+"""The embedded model finds facts in a long document, through the whole engine.
 
 The document is the standard library's own source; how and where facts hide in it is
 `cairn.demo.document`'s business.
@@ -14,19 +14,19 @@ from cairn import LLM, SamplingParams
 from cairn.demo.document import Fact, build_document, make_facts
 
 QUESTIONS = 2
-"""Facts of each of the three kinds in every document."""
+"""Facts of each of the three kinds per document."""
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """The default model as `LLM()` gives it, with room for the longest document."""
+    """The default model of `LLM()`, with room for the longest document."""
     llm = LLM(kv_cache_memory="1GiB", max_num_seqs=4)
     yield llm
     llm.shutdown()
 
 
 def ask(llm: LLM, text: str, facts: list[Fact]) -> list[str]:
-    """Read the document once, then answer every question after it."""
+    """Prefill the document once, then answer every question after it."""
     read = SamplingParams(temperature=0, max_tokens=1)
     llm.generate(text, read, use_tqdm=False)
     params = [SamplingParams(temperature=0, max_tokens=len(fact.answer)) for fact in facts]
@@ -52,7 +52,7 @@ def test_the_three_kinds_of_question(llm, tokens):
 
 
 def test_without_the_fact_there_is_no_answer(llm):
-    """The answers come from the document, not from the question."""
+    """Answers come from the document, not from the question."""
     rng = random.Random(7)
     (fact, *_) = make_facts(1, rng)
     document = build_document(1500, make_facts(1, rng), rng)

@@ -1,4 +1,4 @@
-"""Ranks on several hosts, which here are processes of one: the same tokens, or what is wrong."""
+"""Ranks on several hosts, here processes of one machine: equal tokens, and errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_two_nodes_give_what_one_gives() -> None:
             two.step()
         for mine, its in zip(live, run(one, prompts, greedy(4)), strict=True):
             assert mine.stream.output.token_ids == its.tokens
-        # A rank of the other node is killed: it is named, and all end.
+        # Kill a rank of the other node: it is named, and all processes end.
         [rank] = psutil.Process(process.pid).children()
         two.add("again", prompts[0], greedy(50))
         two.step()
@@ -85,7 +85,7 @@ def test_two_nodes_give_what_one_gives() -> None:
 
 @contextmanager
 def met(nodes: Nodes) -> Iterator[tuple[Nodes, list]]:
-    """A meeting in a thread: where it is, and what comes of it."""
+    """A rendezvous in a thread: its address, and its result."""
     listener, found = socket.create_server((nodes.host, 0)), []
     there = replace(nodes, number=1, port=listener.getsockname()[1])
     meeting = Meeting(nodes, listener.detach())
@@ -118,7 +118,7 @@ def test_refused_nodes_get_the_reason() -> None:
         connection, welcome = join(there)
         assert welcome == Welcome(7, 2, "cpu")
     [link] = found
-    # It ends its connection, and is gone.
+    # It closes its connection and ends.
     connection.close()
     deadline = time.monotonic() + 5
     while link.reason is None and time.monotonic() < deadline:

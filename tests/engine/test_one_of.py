@@ -1,4 +1,4 @@
-"""`oneOf`: taken where its branches exclude each other, through references too; else refused."""
+"""`oneOf`: supported if its branches exclude each other, also through references; else refused."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_keywords_beside_one_of_are_followed(compiler):
     }
     texts = ["null", '{"k": "cat"}', "5", '{"k": "fox"}']
     assert taken(compiler, schema, *texts) == texts[:2]
-    # The branches exclude each other only because of the type beside them.
+    # The branches exclude each other only because of the `type` next to them.
     schema = {"type": "integer", "oneOf": [{"maximum": 4}, {"minimum": 5}]}
     assert taken(compiler, schema, "4", "5", '"4"') == ["4", "5"]
 

@@ -1,4 +1,4 @@
-"""Text, stop conditions and hold-back of one output."""
+"""Text, stop conditions and held-back text of an output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bytewise() -> Tokenizer:
 
 
 class Pieces:
-    """A tokenizer whose ids are places in a list of pieces of text."""
+    """A tokenizer whose ids are indices into a list of texts."""
 
     def __init__(self, pieces: list[str], special_texts: dict[int, str] | None = None) -> None:
         self.pieces = pieces
@@ -85,8 +85,8 @@ def test_invalid_bytes_do_not_swallow_what_follows():
 
 
 def cut_offline(text: str, stops: tuple[str, ...]) -> tuple[str, str | None, int]:
-    """The text before the stop string that ends first (the longest of those), the string, and
-    where it ends."""
+    """The text before the stop string that ends first (the longest of those), the string, and its
+    end."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
@@ -96,13 +96,13 @@ def cut_offline(text: str, stops: tuple[str, ...]) -> tuple[str, str | None, int
 
 
 def in_pieces(text: str, rng: random.Random) -> list[str]:
-    """The text cut at random borders, some pieces empty."""
+    """The text cut at random positions, with empty pieces."""
     borders = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, len(text))))
     return [text[a:b] for a, b in zip([0, *borders], [*borders, len(text)], strict=True)]
 
 
 def possible(text: str, stops: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that may be the beginning of a stop string."""
+    """Length of the longest suffix of `text` that may begin a stop string."""
     sizes = (n for stop in stops for n in range(len(stop)) if text.endswith(stop[:n]))
     return max(sizes, default=0)
 
@@ -126,7 +126,7 @@ def test_stop_strings_at_random_borders(letters):
             shown += out.take()
             if reason is not None:
                 break
-            # As much is shown as no stop string can take back.
+            # All text is shown that no stop string can remove.
             assert shown == given[: len(given) - possible(given, stops)]
         assert shown == out.output.text == expected
         assert out.output.stop_reason == stop

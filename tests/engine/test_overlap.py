@@ -1,4 +1,4 @@
-"""Steps launched before the last one's result is known: nothing of it can be seen in the answers.
+"""Steps launched before the previous result is known give the same outputs.
 
 With a fake model, whose results are kept back until they are asked for, and with real ones.
 """
@@ -29,8 +29,8 @@ from tests.support import shows
 
 
 class Late:
-    """Before an executor: results come when they are asked for, in order, and works name no token
-    that no result has told yet."""
+    """Wraps an executor: results are returned in order when requested, and work does not refer to
+    tokens without a result."""
 
     def __init__(self, core: EngineCore) -> None:
         self.inner, core.executor = core.executor, self
@@ -89,7 +89,7 @@ def add(
 
 
 def alone(core: EngineCore, one: Continuation) -> tuple[list[int], object]:
-    """What a request gets by itself, step after step."""
+    """The output of a request that runs alone."""
     single = fake_core(eos_ids=core.shape.eos_ids, max_model_len=core.shape.max_model_len)
     prompt = list(one.request.tokens[: one.request.num_prompt])
     single.scheduler.limits = Limits(1, 1 << 20)
@@ -113,7 +113,8 @@ def alone(core: EngineCore, one: Continuation) -> tuple[list[int], object]:
 def test_random_schedules(
     seed, page_size, landmarks, pages, rows, step_slots, prefix_caching, eos_ids, window
 ):
-    """Arrivals, ends and aborts at any moment, with pages short: each gets its own tokens, once."""
+    """Arrivals, ends and aborts at any time, with few pages: each request gets its own tokens,
+    once."""
     rng = random.Random(seed)
     core = fake_core(
         page_size=page_size,
@@ -125,7 +126,7 @@ def test_random_schedules(
         eos_ids=eos_ids,
         max_model_len=min(60, pages * (page_size - landmarks) - 1),
         overlap=True,
-        # As few as one sequence needs for its largest step.
+        # Enough for one sequence's largest step.
         window_pages=0 if window is None else window + min(step_slots, 60) // page_size * 2 + 2,
         reach=window or 0,
     )
@@ -172,12 +173,12 @@ def test_a_step_is_launched_before_the_result_of_the_last_one():
         assert len(one.stream.output.token_ids) == count
     assert late.most == 2
     assert not core.has_work
-    # The last token is known to be the last: no step runs after it.
+    # The last token is known to be the last, so no step runs after it.
     assert late.launched == 10
 
 
 def test_nothing_is_kept_of_the_token_after_the_end():
-    """The end of sequence shows when the next step already runs."""
+    """The end of sequence is detected when the next step already runs."""
     chosen = [next_token("a", i) for i in range(99)]
     ends = next(i for i in range(3, 99) if chosen[i] not in chosen[:i])
     core = fake_core(page_size=4, eos_ids=(chosen[ends],), overlap=True)
@@ -189,7 +190,7 @@ def test_nothing_is_kept_of_the_token_after_the_end():
     assert one.stream.output.token_ids == alone(core, one)[0]
     assert all_pages_back(core)
     check_ledger(core)
-    # What is cached of it are its own tokens, the one after the end not among them.
+    # Its cached tokens are its own, without the one after the end.
     slots, tokens = core.cache.slots, [1] * 5 + chosen[: ends + 2]
     lease = core.cache.open(tokens, slots.complete_pages(len(tokens)))
     assert lease.cached_pages <= slots.complete_pages(5 + ends + 1)
@@ -197,7 +198,7 @@ def test_nothing_is_kept_of_the_token_after_the_end():
 
 @pytest.mark.parametrize("moment", ["before", "between", "after"])
 def test_an_abort_waits_for_the_steps_in_flight(moment):
-    """Pages that a step in flight writes are nobody else's until it has ended."""
+    """Pages that a running step writes are not reused until it has ended."""
     core = fake_core(page_size=4, pages=32, overlap=True)
     late = Late(core)
     gone, stays = add(core, late, "gone", [1] * 30, 40), add(core, late, "stays", [2] * 5, 20)
@@ -219,7 +220,7 @@ def test_an_abort_waits_for_the_steps_in_flight(moment):
 
 @pytest.mark.parametrize("number", [0, 1, 4])
 def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(number):
-    """Found out when the next step is in flight, with the same rows and a new one."""
+    """Detected while the next step runs, with the same rows and a new one."""
     core = fake_core(page_size=4, pages=64, overlap=True)
     late = Late(core)
     late.fail = lambda launched: launched == number
@@ -239,8 +240,8 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(number):
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 6])
 def test_nothing_is_shared_of_what_follows_a_failed_step(number):
-    """The step behind it, in flight already, ends pages that the failed one should have filled, or
-    runs a token that nobody knows."""
+    """The step after the failed one, already running, completes pages that the failed one should
+    have filled, or runs an unknown token."""
     core = fake_core(page_size=4, pages=64, step_slots=8, overlap=True)
     late = Late(core)
     late.fail = lambda launched: launched == number
@@ -255,7 +256,7 @@ def test_nothing_is_shared_of_what_follows_a_failed_step(number):
 
 
 def test_a_row_whose_logits_are_nan_leaves_the_others(device):
-    """The step behind it runs the token that the row does not have."""
+    """The step after it runs the token that the row does not have."""
     answers = []
     for broken in (None, 3):
         built = engine("qwen_gqa4_prior_lora_inrange", device=device, disable_cuda_graph=True)
@@ -282,7 +283,7 @@ def test_a_row_whose_logits_are_nan_leaves_the_others(device):
 
 
 def test_without_free_pages_the_next_step_is_not_overlapped():
-    """Rows in flight keep their pages: none is taken back from under a step."""
+    """Running rows keep their pages: they are not preempted during a step."""
     core = fake_core(page_size=4, pages=16, rows=8, max_model_len=40, overlap=True)
     late = Late(core)
     live = [add(core, late, f"r{k}", [k, k, k], 30) for k in range(6)]
@@ -301,8 +302,8 @@ def test_without_free_pages_the_next_step_is_not_overlapped():
 def test_only_the_last_in_order_is_taken_back_and_never_beside_a_step_in_flight(
     page_size, landmarks, window, step_slots
 ):
-    """A step planned ahead finds pages for all its rows: those in flight could not give theirs, and
-    earlier ones would lose them."""
+    """A step that is planned ahead finds pages for all its rows: running rows cannot give theirs,
+    and earlier rows would lose them."""
     preemptions = 0
     for seed in range(12):
         rng = random.Random(seed)
@@ -346,7 +347,7 @@ def test_only_the_last_in_order_is_taken_back_and_never_beside_a_step_in_flight(
 
 
 def drawn_params(rng: random.Random) -> SamplingParams:
-    """Any way of sampling; each depends on the tokens before in its own way."""
+    """All ways of sampling; each depends on the previous tokens in its own way."""
     kinds = [
         {"temperature": 0},
         {"temperature": 0.9, "seed": rng.randrange(1 << 30)},
@@ -361,7 +362,7 @@ def drawn_params(rng: random.Random) -> SamplingParams:
 
 
 def play(built: Built, overlap: bool, seed: int) -> dict[str, Continuation]:
-    """The same arrivals and aborts, by steps; prompts share beginnings, and pages are short."""
+    """The same arrivals and aborts, by step; prompts share prefixes, and there are few pages."""
     core, rng = built.core, random.Random(seed)
     core.overlap = overlap
     core.scheduler.limits = Limits(core.scheduler.limits.max_rows, 70)
@@ -423,8 +424,8 @@ def test_the_same_answers_as_step_after_step(case, device):
 
 
 def test_text_grammars_and_continuations(device):
-    """Stop strings end in the middle of a step in flight; a grammar needs each token before the
-    next; continuations share a prompt."""
+    """Stop strings end within a running step; a grammar needs each token before the next; outputs
+    share a prompt."""
     greedy = {"temperature": 0, "max_tokens": 60}
     params = [
         SamplingParams(**greedy),

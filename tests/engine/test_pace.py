@@ -1,4 +1,4 @@
-"""Rows guess where it pays, by measured times and by what became of their last guesses."""
+"""Rows draft when it saves time, by measured times and the results of their last drafts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def request() -> Request:
 
 
 def pace(rows: int, longer: float) -> tuple[Pace, Load]:
-    """Of steps of so many rows that take 1 s, and so many seconds longer where all guess."""
+    """A step of this many rows takes 1 s, and `longer` seconds more if all of them draft."""
     times, load = StepTimes(), Load(rows=rows)
     for _ in range(40):
         times.observe(load, 1.0)
@@ -61,7 +61,7 @@ def test_stopped_guessing_is_tried_again():
         for _ in range(2 * RETRY + 4)
     ]
     assert sum(tries) == 2
-    # A draft layer makes its guesses in the step before.
+    # A draft layer drafts in the previous step.
     wanted = (step for step in range(2 * RETRY) if dear.candidates([one], load))
     assert next(wanted) and dear.pays({one: []}, load)
     assert dear.candidates([one], load) and dear.pays({one: [0] * DRAFTS}, load)
@@ -80,7 +80,7 @@ def test_the_first_steps_with_guesses_capture_graphs_and_stop_nobody():
         else:
             times.observe(load, 0.01)
     assert ran == 100
-    # Nor later rows, of which nothing is known.
+    # Nor do later rows, of which nothing is known.
     assert times.draft_seconds(Load(drafts=DRAFTS)) == pytest.approx(0.004, rel=0.1)
     assert found.candidates([request()], load)
 

@@ -1,4 +1,4 @@
-"""What each of several engines takes of the machine."""
+"""The share of the machine that each of several engines gets."""
 
 import os
 
@@ -14,7 +14,7 @@ from cairn.errors import BadConfig
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """Eight cores; what is changed in the environment is undone."""
+    """Eight cores; changes of the environment are undone."""
     monkeypatch.setattr(placement.os, "sched_getaffinity", lambda pid: range(8))
     monkeypatch.setattr(build, "free_host_memory", lambda: 1000)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -53,7 +53,7 @@ def test_on_a_cpu_memory_and_cores_are_shared(monkeypatch):
     assert os.environ[THREADS] == "2"
     assert of(1, 4, kv_cache_memory="4GiB").kv_cache_memory == "4GiB"
     assert os.environ[THREADS] == "2", "what is there already is kept"
-    # Refused by what resolves the options, as for one engine.
+    # `resolve` refuses it, as for one engine.
     assert of(1, 2, gpu_memory_utilization=0.5).kv_cache_memory is None
 
 

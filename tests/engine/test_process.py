@@ -1,4 +1,4 @@
-"""The engine process on bad days."""
+"""Failures of the engine process."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ STUCK = 3.0
 
 @pytest.fixture(autouse=True)
 def private_tmp(tmp_path_factory, monkeypatch):
-    """Sockets go to a folder of the test's own, short enough for them; nothing may stay there."""
+    """Sockets are in a folder of the test with a short path; no file may remain there."""
     tmp_path_factory.getbasetemp()
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -46,7 +46,7 @@ async def first_delta(submission):
 def test_a_dead_or_stuck_engine_is_seen(number, reason):
     async def run():
         async with engine(stuck_seconds=STUCK) as client:
-            # Signals to the whole group are the parent's to handle.
+            # Signals to the process group are handled by the parent.
             os.kill(client.pid, signal.SIGTERM)
             os.kill(client.pid, signal.SIGINT)
             submissions = [client.submit([1], LONG) for _ in range(3)]
@@ -74,7 +74,7 @@ def test_a_dead_or_stuck_engine_is_seen(number, reason):
 
 
 def test_an_engine_that_has_just_died():
-    """Before the watchdog has seen it: messages find nobody to take them."""
+    """Before the watchdog notices it, messages cannot be delivered."""
 
     async def run():
         async with engine() as client:
@@ -83,7 +83,7 @@ def test_an_engine_that_has_just_died():
             os.kill(client.pid, signal.SIGKILL)
             while not gone(client.pid):
                 time.sleep(0.001)
-            # The socket learns of it in a thread of its own.
+            # The socket is notified in a separate thread.
             ends = time.monotonic() + 30
             with pytest.raises(EngineDead, match="killed by SIGKILL"):
                 while time.monotonic() < ends:
@@ -128,7 +128,7 @@ def test_the_engine_does_not_outlive_its_parent(moment, private_tmp):
     parent.wait()
     asyncio.run(until(lambda: gone(pid), 10))
     if moment == "loading":
-        # Both processes were killed before the names of the sockets were taken away.
+        # Both processes were killed before they removed the sockets' files.
         for left in Path(tempfile.gettempdir()).iterdir():
             shutil.rmtree(left)
 
@@ -152,7 +152,7 @@ def test_a_failing_step_ends_its_requests_only(monkeypatch):
             assert hit.last.finish_reason == "error" and len(hit.token_ids) == 1
             (hit,) = await collect(client.submit([1, 2, 3], short))
             assert hit.last.finish_reason == "error" and not hit.token_ids
-            # A step that works forgives the failures before it.
+            # A successful step resets the count of failures.
             one = SamplingParams(max_tokens=1, ignore_eos=True)
             (fine,) = await collect(client.submit([1, 2, 3], one))
             assert fine.last.finish_reason == "length"

@@ -1,4 +1,4 @@
-"""The Qwen family through the whole engine, against reference outputs and against itself."""
+"""The Qwen family through the whole engine, compared with reference outputs and with itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def relative(own: Tensor, reference: Tensor) -> float:
 
 
 def state_of(built: Built, name: str, row: int = 0) -> Tensor:
-    """The state that a golden calls `name`, of a row."""
+    """The state of a row that a golden calls `name`."""
     layer, kind = name.split(".")
     fields = built.runner.pools.rows[int(layer[1:])]
     if "conv" in kind:
@@ -66,7 +66,7 @@ def test_goldens(case: str, length: int, chunk: int) -> None:
     reference = golden(case, length)
     built = engine(case, max_num_seqs=1)
     watch = Watch(built)
-    # How a prompt was cut shows in what follows it at once.
+    # Different chunks of a prompt would change the next tokens.
     tokens = reference["greedy_ids"].tolist()[: None if chunk == WHOLE else 2]
     built.core.scheduler.limits = Limits(1, chunk)
     prompt = reference["input_ids"].tolist()
@@ -139,14 +139,14 @@ def test_a_cached_prefix_is_resumed_where_a_snapshot_is(case: str) -> None:
             assert difference(got.logprobs, plain.logprobs) < BOUND * 12
             found.append((wanted, got.cached))
     assert found[0] == (384, 384) and found[1] == (384, 384)
-    # The first of a branch goes on from an earlier snapshot at best, and leaves one there.
+    # The first request of a branch resumes at most from an earlier snapshot, and leaves one there.
     assert found[2][1] <= 192
     assert found[3] == (192, 192)
 
 
 @pytest.mark.parametrize("case", RECURRENT[:1])
 def test_an_output_is_resumed_from(case: str) -> None:
-    """The next turn of a conversation begins behind the last one's output."""
+    """The next turn of a conversation resumes after the last one's output."""
     built = engine(case)
     prompt = text(5, 200, 140)
     (first,) = serve(built, [prompt], 60)
@@ -181,8 +181,8 @@ def test_retracted_requests_go_on(case: str) -> None:
 
 @pytest.mark.parametrize("case", RECURRENT[:1])
 def test_few_snapshots_and_aborts(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that come, end early and share prefixes, with memory for few snapshots: answers do
-    not change and nothing leaks."""
+    """Requests that arrive, end early and share prefixes, with few snapshots: outputs are unchanged
+    and nothing leaks."""
     rng = random.Random(7)
     cold = engine(case, enable_prefix_caching=False)
     monkeypatch.setattr("cairn.engine.memory.SNAPSHOT_SHARE", 0.03)
@@ -213,7 +213,7 @@ def test_few_snapshots_and_aborts(case: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_model_of_recurrent_layers_alone(tmp_path: Path) -> None:
-    """No layer has pages, but prefixes are still known by them."""
+    """No layer has pages, but the prefix cache still uses them as keys."""
     config = json.loads((GOLDENS / "q35_moe_3to1" / "config.json").read_text())
     config["text_config"] |= {"layer_types": ["linear_attention"] * 4, "linear_conv_kernel_dim": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,5 +1,5 @@
-"""Layers with a recurrent state on a GPU: graphs, chunks, batches and the prefix cache change
-nothing, and the numbers are the CPU's and the reference's."""
+"""Layers with a recurrent state on a GPU: invariance to graphs, chunks, batches and prefix cache,
+and agreement with the CPU and the reference."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.engine.test_qwen35_goldens import BOUND, logprobs
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (1, 3, 16, 17, 63, 64, 65, 130, 300)
-"""Around what runs token by token, and around borders of chunks."""
+"""Lengths around the token-by-token path, and around chunk borders."""
 NEAR = 12 * BOUND
-"""Of log-probabilities, whose scale is about 12."""
+"""Tolerance of log-probabilities, whose scale is about 12."""
 
 
 def made(case: str, **options) -> Built:
@@ -30,8 +30,8 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 
 def assert_near(got: list[Trace], wanted: list[Trace]) -> None:
-    """The same tokens; products of other shapes round otherwise, and small outputs of the delta
-    rule magnify that."""
+    """Equal tokens. Products of other shapes round differently, which small outputs of the delta
+    rule magnify."""
     for one, other in zip(got, wanted, strict=True):
         assert one.tokens == other.tokens
         assert difference(one.logprobs, other.logprobs) < NEAR
@@ -39,7 +39,7 @@ def assert_near(got: list[Trace], wanted: list[Trace]) -> None:
 
 @pytest.mark.parametrize("case", RECURRENT)
 def test_graphs_give_what_steps_without_give(case: str) -> None:
-    """In chunks, with a cached prefix, with rows that end at different times."""
+    """Chunks, a cached prefix, and rows that end at different times."""
     graphs, eager = made(case), made(case, disable_cuda_graph=True)
     assert graphs.runner.graphs is not None and eager.runner.graphs is None
     rng = random.Random(3)
@@ -72,7 +72,7 @@ def test_chunks_batches_and_cached_prefixes_change_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("case", RECURRENT)
 def test_goldens(case: str) -> None:
-    """What the reference implementation gives."""
+    """The results of the reference implementation."""
     for length in lengths(case):
         reference = golden(case, length)
         built = made(case, max_num_seqs=1, enable_prefix_caching=False)

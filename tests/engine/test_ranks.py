@@ -1,4 +1,4 @@
-"""A model that is divided between ranks gives what it gives in one piece, or says why not."""
+"""Tensor parallelism gives the results of one rank, or an error with the reason."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_two_ranks_give_what_one_gives(family: str, tmp_path: Path) -> None:
     rng = random.Random(3)
     alone, core = built(family, 1, tmp_path), built(family, 2, tmp_path).core
     vocab, base = alone.spec.vocab_size, text(1, 90, alone.spec.vocab_size)
-    # The last one finds a part of the first in the prefix cache.
+    # The last prompt finds a part of the first in the prefix cache.
     prompts = [base, text(2, 7, vocab), [*base[:70], 3]]
     live = []
     while len(live) < len(prompts) or core.has_work:
@@ -123,7 +123,7 @@ def test_more_ranks_than_kv_heads(family: str, tmp_path: Path) -> None:
 
 
 def test_rank_0_alone_chooses(tmp_path: Path) -> None:
-    """Guesses, draws, penalties, masks and reports of page selection, with steps planned ahead."""
+    """Drafts, sampling, penalties, masks and selection reports, with overlap."""
     params = [
         SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, selection=True),
         SamplingParams(max_tokens=8, seed=1, ignore_eos=True, presence_penalty=1.0),
@@ -191,7 +191,7 @@ def same(one: Built, other: Built, prompts: list[list[int]]) -> None:
     ],
 )
 def test_quantised_matrices_are_divided(form: str, tmp_path: Path) -> None:
-    """Experts too, by parts and whole."""
+    """Also experts, divided and whole."""
     width = {"intermediate_size": 128}
     for number, config in enumerate((quantised.DENSE | width, quantised.MOE | width)):
         folder, _ = quantised.folders(tmp_path / str(number), config, form)
@@ -252,7 +252,7 @@ def test_ranks_that_disagree_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     group, x = Group(0, 2), torch.randn(3, 5)
     other = x.clone()
     monkeypatch.setattr(group, "gathered", lambda own: torch.stack((own, hashes.pop())))
-    # What the other rank computes.
+    # The computations of the other rank.
     hashes: list[torch.Tensor] = []
     far = Group(1, 2)
     monkeypatch.setattr(far, "gathered", lambda own: (hashes.append(own), own[None])[1])
@@ -292,7 +292,7 @@ def test_orders_come_as_they_went_and_none_is_missed() -> None:
     found = reader.read(writer.step(plan)).plan
     assert found.work[0].tokens == [1, 2, 3]
     assert [column.tolist() for column in found.decode[:3]] == [[2], [30], [4]]
-    # How tokens are chosen is nothing to other ranks.
+    # Other ranks do not take part in sampling.
     assert found.opened[0].params == SamplingParams(temperature=0, prompt_logprobs=2)
     assert not found.opened[0].history
     writer.step(plan)
@@ -322,7 +322,7 @@ def test_a_rank_that_does_not_come_is_named(command, reason, monkeypatch) -> Non
 
 
 def test_a_rank_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
-    """The last test here: it takes the ranks of the others."""
+    """The last test of the module, because it kills the ranks that the others share."""
     core, told = built(LANDMARKS, 2, tmp_path).core, []
     ranks = ranked.ranks(2)
     ranks._on_death = told.append

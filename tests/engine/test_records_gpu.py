@@ -48,7 +48,7 @@ def test_records_come_back_bit_for_bit(family: str) -> None:
         first = pools.first_snapshot if kind == STATE else 0
         index = torch.arange(first, first + places, device="cuda")
         tensors = list(pools.states() if kind == STATE else pools.tensors(group=0))
-        # Bits that are no number either.
+        # Bit patterns that are NaN, too.
         kept = []
         with torch.inference_mode():
             for tensor in tensors:

@@ -1,4 +1,4 @@
-"""A request's tokens, and rows that decode side by side."""
+"""Tokens of a request, and rows that decode together."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rows_side_by_side_are_where_each_would_be_alone(counts, per_page):
         assert work.count_full(per_page) == work._replace(full=None).count_full(per_page)
         at = [n + 1 for n in at]
         assert [request.planned for request in requests] == at
-    # What was handed out stays as it was: it may be on its way.
+    # A returned tuple is unchanged: it may be in a message that is being sent.
     for work, first in kept:
         assert work.row is kept[0][0].row
         assert work.row.tolist() == [request.row for request in requests]
@@ -87,6 +87,6 @@ def test_tokens_follow_the_output():
     assert len(request.tokens) == 6
     assert request.tokens.tolist()[3:] == request.output
     assert request.prompt_view().tolist() == [1, 1, 1]
-    # A token that is no part of the output.
+    # A token that is not part of the output.
     request.tokens.append(-1)
     assert request.tokens.tolist() == [1, 1, 1, 5, 6, 7, -1]

@@ -1,4 +1,5 @@
-"""Engines that share experts: each gives the tokens of one that has them all, whoever has work."""
+"""Engines that share experts give the tokens of one that has all experts, whichever engines have
+work."""
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ OUTPUT = 4
 
 
 def prompts_of(number: int, vocab: int) -> list[list[int]]:
-    """Of an engine; one is as long as can be."""
+    """Requests of an engine; one has the maximum length."""
     lengths = [3, 60, 120 - OUTPUT, 17][number % 2 :]
     return [text(10 * number + i, length, vocab) for i, length in enumerate(lengths)]
 
 
 class One:
-    """An engine in a thread of its own, as in a process of its own."""
+    """An engine in a separate thread, instead of a process."""
 
     def __init__(self, number: int, count: int, store, rounds: int, **options) -> None:
         self.number, self.given = number, OPTIONS | {"expert_engines": count} | options
@@ -67,7 +68,8 @@ class One:
         waiting = list(enumerate(prompts_of(self.number, built.spec.vocab_size)))
         live = {}
         try:
-            # Who is done goes on for the others; the last engine has nothing to do at all.
+            # An engine that is done continues for the others; the last engine has no requests at
+            # all.
             while built.rounds.count < self.rounds:
                 last = self.number == self.given["expert_engines"] - 1
                 if waiting and not last and (rng.random() < 0.1 or not core.has_work):

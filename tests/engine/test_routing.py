@@ -1,4 +1,4 @@
-"""Which replica gets a prompt."""
+"""The choice of a replica for a prompt."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_the_longest_known_prefix_wins_and_then_the_least_load():
     assert one.choose(one.keys(prompt(3)), {0: 1, 1: 0, 2: 0}) == 1
     assert one.choose(one.keys(prompt(3)), {0: 0, 1: 1, 2: 0}) == 0
     assert one.choose(one.keys(prompt(3, first=90)), {0: 1, 1: 1, 2: 0}) == 2
-    # Only those that have room are given.
+    # Only replicas with room are candidates.
     assert one.choose(longer, {0: 3, 2: 3}) == 0
 
 
@@ -75,7 +75,7 @@ def test_remembered_prefixes_are_bounded_and_forgotten_with_the_cache():
     one.note(0, old)
     one.note(0, new)
     one.note(1, [])
-    # Two keys each, room for three: of the older prompt the shorter prefix is left.
+    # Two keys each and room for three: the shorter prefix of the older prompt is left.
     assert one.choose(old[1:], {0: 1, 1: 0}) == 1
     assert one.choose(old[:1], {0: 1, 1: 0}) == one.choose(new, {0: 1, 1: 0}) == 0
     one.forget(0)

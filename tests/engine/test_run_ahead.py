@@ -1,4 +1,4 @@
-"""Steps planned before the guesses in front of them are verified; the executor checks each plan."""
+"""Steps planned before the preceding guesses are verified; the executor checks each plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DRAFTS = 3
 
 
 class Copying:
-    """Outputs that repeat a passage, but for a few tokens.
+    """Outputs that repeat a passage, except for a few tokens.
 
     Args:
         rng: draws it.
@@ -38,8 +38,8 @@ class Copying:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_schedule_gives_every_request_its_tokens(seed: int) -> None:
-    """Of several requests, some aborted or stopped while a step runs ahead of what they ran; with
-    few pages, so that some are retracted."""
+    """Several requests, some aborted or stopped while a step runs ahead; with few pages, so that
+    some are preempted."""
     rng = random.Random(seed)
     text = Copying(rng, rng.choice([0.0, 0.05, 0.3]))
     core = fake_core(
@@ -89,7 +89,7 @@ def test_any_schedule_gives_every_request_its_tokens(seed: int) -> None:
 
 
 def verifying(guesses: list[int], **asked) -> Request:
-    """A request whose guesses are in flight behind its first token, the last of ten."""
+    """A request whose guesses are being verified after its first token, the last of ten."""
     params = SamplingParams(temperature=0, **asked)
     request = Request("r", 1, params, 0, (), 50, (0, 0), prompt=[1])
     request.verifying = RowWork(0, 0, [1, *guesses], True, drafts=len(guesses))
@@ -97,7 +97,7 @@ def verifying(guesses: list[int], **asked) -> Request:
 
 
 class Counting:
-    """Guesses that each token is followed by the next number."""
+    """Drafts that predict that each token is followed by the next number."""
 
     drafts, ahead = DRAFTS, 0
 
@@ -109,7 +109,7 @@ def test_only_likely_guesses_that_go_on_are_run_ahead_of() -> None:
     right, other = verifying([2, 3, 4]), verifying([7, 8, 9])
     assert tokens_ahead(Counting(), [right], 99, None) == {right: [5, 6, 7, 8]}
     assert tokens_ahead(Counting(), [right], 3, None) == {right: [5, 6, 7]}
-    # What is in flight is not what is guessed now; then none of the rows runs ahead.
+    # The running guesses differ from the current ones; then no row runs ahead.
     assert tokens_ahead(Counting(), [right, other], 99, None) == {}
     reporting = verifying([2, 3, 4], logprobs=1)
     assert tokens_ahead(Counting(), [reporting], 99, None) == {}

@@ -1,4 +1,4 @@
-"""The scheduler seen from outside: through an engine whose executor checks every plan."""
+"""The scheduler through an engine whose executor checks every plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def check_ledger(core: EngineCore) -> None:
 def test_every_request_ends_with_its_own_tokens(
     seed, page_size, landmarks, pages, rows, step_slots, prefix_caching, window, beside
 ):
-    """Beside pages: states of recurrent layers, or guesses of which so many are right."""
+    """An engine with pages, and also states of recurrent layers, or drafts of which a share is
+    right."""
     rng = random.Random(seed)
     drafter = FakeDrafter(seed, beside) if isinstance(beside, float) else None
     core = fake_core(
@@ -56,7 +57,7 @@ def test_every_request_ends_with_its_own_tokens(
         rows=rows,
         step_slots=step_slots,
         prefix_caching=prefix_caching,
-        # As few as one sequence needs for its largest step.
+        # Enough for one sequence's largest step.
         window_pages=0 if window is None else min(window + step_slots // page_size + 2, pages),
         reach=window or 0,
         snapshots={"no snapshots": 0, "snapshots": 3}.get(beside),
@@ -98,7 +99,7 @@ def test_retraction_under_page_pressure_loses_nothing():
 
 
 def test_rows_that_fill_the_pool_to_the_last_page_run_side_by_side():
-    # Three tokens a page: 7 of the prompt and the first 2 of 3 generated ones are three pages.
+    # Three tokens per page: 7 of the prompt and the first 2 of 3 generated ones are three pages.
     core = fake_core(page_size=4, pages=15, rows=5, max_model_len=10)
     live = [add(core, f"r{k}", [k] * 7, max_tokens=3) for k in range(5)]
     most = 0
@@ -122,7 +123,7 @@ def test_lower_priority_is_retracted_first():
 
 
 def test_a_prompt_that_is_first_in_order_keeps_its_pages_while_it_loads():
-    """It was admitted beside rows that grow faster than it does, and in a step before it."""
+    """It was admitted with rows that grow faster, and in an earlier step."""
     core = fake_core(page_size=16, pages=70, rows=9, step_slots=16, prefix_caching=False)
     low = [add(core, f"low{k}", [k], max_tokens=150, priority=1) for k in range(8)]
     while not all(one.stream.output.token_ids for one in low):
@@ -139,10 +140,10 @@ def test_a_prompt_that_is_first_in_order_keeps_its_pages_while_it_loads():
 
 
 def test_a_request_that_was_refused_pages_starts_once_a_row_ends():
-    """The row had many pages promised and gives few back: as many as others took meanwhile."""
+    """The row had many promised pages and frees few: as many as others took meanwhile."""
     core = fake_core(page_size=16, pages=66, rows=4, step_slots=256, prefix_caching=False)
     core.scheduler.limits = Limits(4, 256, step_seconds=1.0)
-    # Beside a page of one prompt a step has time for the cheap first tokens of another.
+    # Beside a page of one prompt, a step has time for the cheap first tokens of another.
     core.scheduler.times.room = lambda load, first, limit: 160 if load.chunks else 16
     long = add(core, "long", [1], max_tokens=900)
     core.step()
@@ -198,7 +199,7 @@ def test_a_step_is_as_long_as_it_may_be_and_no_longer(decoding, monkeypatch):
     long = add(core, "long", [2] * 1500, max_tokens=1)
     while not long.finished:
         core.step()
-    # A landmark that has no room waits, and the token before it.
+    # A landmark without room waits, and so does the token before it.
     assert set(seen[:-2]) <= {63, 64}
     assert seen[-2] <= 64
 
@@ -225,7 +226,7 @@ def test_a_prompt_that_fills_its_last_page_still_runs_its_last_token():
 
 
 def test_abort_storm():
-    """20,000 requests aborted at random states: one terminal result each, all pages back."""
+    """20,000 requests aborted in random states: one final result each, and all pages are freed."""
     rng = random.Random(7)
     core = fake_core(page_size=16, pages=200, rows=32, step_slots=256)
     live: list[Continuation] = []
@@ -259,7 +260,7 @@ def test_abort_storm():
 
 
 class _AbortsWhileRunning:
-    """An executor during whose step some request is taken back."""
+    """An executor during whose step a request is aborted."""
 
     def __init__(self, inner, during):
         self.inner = inner
@@ -272,8 +273,8 @@ class _AbortsWhileRunning:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_window_pages_in_use_do_not_grow_with_the_context(overlap):
-    """Prefill and decode hold those of a step and of the window before it; with overlap those of
-    the step in flight too."""
+    """Prefill and decode hold the window pages of a step and of the window before it; with overlap
+    also those of the running step."""
     held = {}
     for length in (100, 3000):
         core = fake_core(
@@ -289,7 +290,8 @@ def test_window_pages_in_use_do_not_grow_with_the_context(overlap):
 
 
 def test_rows_wait_for_window_pages_rather_than_take_each_others():
-    """Eight long prompts need three window pages each while they decode, and a step's at once."""
+    """Eight long prompts need three window pages each while they decode, and a step's pages at
+    once."""
     core = fake_core(pages=2000, rows=8, step_slots=32, window_pages=20, max_model_len=900)
     live = [add(core, f"r{k}", [k] * 400, max_tokens=60) for k in range(8)]
     most = 0

@@ -1,4 +1,4 @@
-"""JSON schemas as clients and generators write them: followed exactly, or refused."""
+"""JSON schemas as clients and generators write them: enforced exactly, or refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def compiler() -> GrammarCompiler:
 
 
 def taken(compiler: GrammarCompiler, schema: Any, *texts: str) -> list[str]:
-    """Those of the texts that satisfy the schema."""
+    """The texts that satisfy the schema."""
     grammar = Grammar("json_schema", json.dumps(schema))
     return [text for text in texts if takes(compiler, grammar, text)]
 
@@ -107,7 +107,7 @@ def test_bounds_that_would_move_are_refused(compiler, bounds, kind):
 
 
 def test_bounds_of_numbers_that_would_move_are_refused(compiler):
-    # Held as a float, but written with other digits.
+    # Equal as a float, but with other digits.
     assert "minimum has the number" in refusal(compiler, {"type": "number", "minimum": 2**60})
     schema = {"type": "number", "minimum": 10**17, "maximum": 3 * 10**17}
     texts = [str(10**17), f"{10**17 - 1}.5", f"{3 * 10**17}", f"{3 * 10**17}.5"]

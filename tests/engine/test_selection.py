@@ -1,4 +1,4 @@
-"""What a request reports to have read, against the formulas and the reference's tensors."""
+"""Selection reports, compared with the formulas and the reference's tensors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def serve(
     params: Sequence[SamplingParams],
     budgets: Sequence[int] = (1024,),
 ) -> list[Continuation]:
-    """Run prompts together, step i with budgets[i % len] slots and poisoned free pages."""
+    """Run prompts together, step i with budgets[i % len] slots and free pages filled with NaN."""
     core = built.core
     live = [
         core.add(f"r{i}", list(prompt), param)
@@ -61,7 +61,8 @@ def serve(
 
 
 def assert_report(report: Report, expected: dict[int, tuple[dict[int, float], float]]) -> None:
-    """A report holds the expected layers, each with its page weights and its window's."""
+    """Check that a report has the expected layers, each with page weights and the window's
+    weight."""
     assert [layer.layer for layer in report] == sorted(expected)
     for layer in report:
         pages, window = expected[layer.layer]
@@ -71,7 +72,7 @@ def assert_report(report: Report, expected: dict[int, tuple[dict[int, float], fl
 
 
 def from_oracle(batch: OracleBatch, token: int) -> dict[int, tuple[dict[int, float], float]]:
-    """What the query of user token `token` reads by the formulas."""
+    """What the query of user token `token` selects by the formulas."""
     own = hils_of(batch.spec)
     heads, groups = own.num_heads, own.num_kv_heads
     slot = int(batch.users[token])
@@ -90,7 +91,8 @@ def from_oracle(batch: OracleBatch, token: int) -> dict[int, tuple[dict[int, flo
 
 
 def check_against_oracle(built: Built, budgets: Sequence[int]) -> None:
-    """One that asks, between two that do not, from its prefill over several pages of decode."""
+    """A request with a report between two without, from its prefill over several pages of
+    decode."""
     size = built.config.page_size
     prompt, count = text(40, 7 * size + 3), size + 5
     others = [text(41, 5), text(42, 9 * size)]
@@ -113,7 +115,7 @@ def test_every_token_against_the_formulas(case, device):
 
 @pytest.mark.parametrize("case", SMALL)
 def test_the_other_softmax_mode(tmp_path, case, device):
-    """The one that the model was not made with, which the test before this one has."""
+    """The strategy that the model was not trained with; the previous test has the other one."""
     softmax1 = not hils_of(load_spec(GOLDENS / case)).softmax1
     at = variant(tmp_path / "m", case, enable_softmax1=softmax1)
     built = engine(str(at), device=device)
@@ -129,7 +131,7 @@ def test_older_strategies(strategy, device):
 
 @pytest.mark.parametrize("case", TRACED)
 def test_prompt_ends_against_the_reference(case, device):
-    """The first token of prompts of many lengths, the query at each end being a golden one."""
+    """The first token of prompts of many lengths; the query at each end is one of a golden."""
     length = max(lengths(case))
     golden = {
         name.split(".", 1)[1]: value
@@ -159,7 +161,7 @@ def test_prompt_ends_against_the_reference(case, device):
 
 
 def test_retracted_and_resumed(device):
-    """Page pressure takes requests back between tokens: each token's report is there once."""
+    """With preemptions between tokens, each token's report appears once."""
     built = engine("qwen_gqa4_prior_lora_inrange", device=device, max_num_seqs=4)
     size, cache = built.config.page_size, built.core.cache
     hostage = cache.open([1], 0)

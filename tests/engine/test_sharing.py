@@ -1,4 +1,4 @@
-"""Prompts that wait for what others are computing."""
+"""Prompts that wait for a prefix that another request computes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def running(name: str, prompt: list[int], computed: int = 0) -> Request:
     [
         ([1, 2, 3, 4, 5], [1, 2, 3, 4, 9], 0, 4),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 0, 8),
-        # What is there already can be found in the cache.
+        # Cached pages can be found.
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], 4, 8),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 9, 9], 4, None),
         ([1, 2, 3, 4, 5], [1, 2, 3, 4], 4, None),
-        # Some token has to be left.
+        # At least one token has to be computed.
         ([1, 2, 3, 4], [1, 2, 3, 4, 5], 0, None),
         ([1, 2, 3, 9, 5], [1, 2, 3, 4, 5], 0, None),
         ([1, 2, 3, 4, 5], [1, 2, 3], 0, None),
@@ -73,7 +73,7 @@ def test_removed_requests_leave_no_entries():
     computing.remove(other)
     computing.remove(running("never", [1, 2, 3, 4]))
     computing.remove(running("short", [1]))
-    # A name is free again while the step of who had it runs.
+    # A name is free again while the last step of its request runs.
     computing.add(other)
     again = running("r", [5, 6, 7, 8])
     computing.add(again)
@@ -84,7 +84,7 @@ def test_removed_requests_leave_no_entries():
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_crowd_is_admitted_in_time_that_grows_with_it_alone(prefix_caching, monkeypatch):
-    """Each looks neither at all the others' prompts nor at the pages promised to each of them."""
+    """Each looks at neither all other prompts nor the pages promised to each of them."""
     core = fake_core(
         pages=4000, rows=201, step_slots=1 << 14, max_model_len=64, prefix_caching=prefix_caching
     )
@@ -107,7 +107,7 @@ def test_a_crowd_is_admitted_in_time_that_grows_with_it_alone(prefix_caching, mo
     calls.update(compared=0, grown=0)
     for i in range(200):
         digits = [i // 100, i // 10 % 10, i % 10, *[7] * 20]
-        # Some begin with pages that are in the cache.
+        # Some begin with cached pages.
         core.add(f"r{i}", [*common[: 12 * (i % 2)], *digits], SamplingParams(max_tokens=3))
     core.step()
     assert len(core.scheduler.running) == 201
@@ -115,7 +115,7 @@ def test_a_crowd_is_admitted_in_time_that_grows_with_it_alone(prefix_caching, mo
 
 
 def test_pages_promised_to_one_admitted_before_are_not_given_to_the_next():
-    """Both come in one step: the first has a chunk of its prompt then, and wants the rest."""
+    """Both arrive in one step: the first computes a chunk of its prompt, and needs the rest."""
     core = fake_core(pages=36, rows=4, step_slots=21, prefix_caching=False)
     core.add("runs", [1, 2], SamplingParams(max_tokens=30))
     core.step()

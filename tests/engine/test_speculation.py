@@ -1,4 +1,4 @@
-"""Speculative decoding through the whole engine: guesses change how fast tokens come, not which."""
+"""Speculative decoding through the whole engine: drafts change the speed, not the tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support import shows
 PLAIN = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 DRAWN = replace(PLAIN, temperature=1.0, seed=11)
 ALIKE = ("recurrent with experts", "latent in 8 bits", "latent, shared selections", "compressed")
-"""Families whose steps with guesses are like those of another one, or in test_draft_head.py."""
+"""Families whose steps with drafts are like those of another one, or in test_draft_head.py."""
 RIGHT = {"right": 1.0, "random": 0.6, "wrong": 0.0}
 
 
 def assert_told_alike(found: CompletionOutput, wanted: CompletionOutput) -> None:
-    """Tokens, ends and log-probabilities that a user sees are the same."""
+    """Tokens, end reasons and log-probabilities are equal."""
     for name in ("token_ids", "finish_reason", "stop_reason"):
         assert getattr(found, name) == getattr(wanted, name)
     for entry, other in zip(found.logprobs or (), wanted.logprobs or (), strict=True):
@@ -38,7 +38,7 @@ def assert_told_alike(found: CompletionOutput, wanted: CompletionOutput) -> None
 
 
 def ways_to_end(prompts: list[list[int]], outputs: list[list[int]]) -> list[SamplingParams]:
-    """Greedy and drawn, ended by length, a stop id or the longest sequence, each in the midst."""
+    """Greedy and sampled, ended by length, a stop id or the context, within a step."""
     found = []
     for number, output in enumerate(outputs):
         base = DRAWN if number % 2 else PLAIN
@@ -54,8 +54,8 @@ def ways_to_end(prompts: list[list[int]], outputs: list[list[int]]) -> list[Samp
 
 
 def serve(built, prompts, params, rng=None) -> list[CompletionOutput]:
-    """Requests that come while others run, some aborted where `rng` says so; the ledger is exact
-    after every step, and what nobody owns is NaN."""
+    """Requests that arrive while others run, some aborted at random; the ledger is checked after
+    every step, and unowned memory is NaN."""
     core, size = built.core, built.config.page_size
     waiting, live, doomed = list(zip(prompts, params, strict=True)), [], {}
     hostage = None
@@ -92,7 +92,7 @@ def serve(built, prompts, params, rng=None) -> list[CompletionOutput]:
     ],
 )
 def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, kind: str) -> None:
-    """Cold and warm, greedy and drawn, with aborts and retractions, whatever ends an output."""
+    """Cold and warm, greedy and sampled, with aborts and preemptions, for all ends of an output."""
     rng = random.Random(f"{family} {kind}")
     plain = build(family, enable_prefix_caching=False)
     prompts = prompts_of(rng, min(plain.config.page_size, 32), plain.spec.vocab_size)
@@ -114,8 +114,8 @@ def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, 
                 assert_told_alike(found, output)
     totals = built.core.scheduler.drafts
     assert totals.drafted > 20
-    # What would follow the end of an output is not known; steps that ran ahead of wrong guesses
-    # ran others in vain.
+    # The tokens after the end of an output are unknown, and steps that ran ahead of wrong guesses
+    # were in vain.
     low, high = {"right": (0.8, 1), "random": (0.1, 0.8), "wrong": (0, 0)}[kind]
     assert low <= totals.accepted / totals.drafted <= high
     assert built.core.cache.prefix_hits or built.config.page_size == 64
@@ -125,7 +125,8 @@ def test_any_schedule_with_guesses_gives_what_plain_decoding_gives(family: str, 
 def test_pages_of_four_slots_end_in_every_step_up_to_the_most_guesses(
     tmp_path, window: int, most: int
 ) -> None:
-    """Of most guesses, k + ceil(k / 3) < W; what is rejected has stood in front of a landmark."""
+    """The maximum number of guesses, k + ceil(k / 3) < W; rejected ones were followed by a
+    landmark."""
     model = folder(tmp_path, chunk_size=4, hils_sliding_window=window, hils_topk=2)
     plain = engine(str(model), load_format="random")
     assert most_drafts(plain.spec) == most
@@ -160,7 +161,7 @@ def test_a_wrong_guess_leaves_nothing_in_a_state(family: str) -> None:
 
 
 def test_a_state_is_kept_exactly_at_the_border_that_guesses_pass() -> None:
-    """The next turn of a conversation goes on behind 256 tokens, as without guesses."""
+    """The next turn of a conversation resumes after 256 tokens, as without drafts."""
     built, cold = build("recurrent"), build("recurrent", enable_prefix_caching=False)
     prompt = text(5, 200, built.spec.vocab_size)
     (first,) = serve(cold, [prompt], [replace(PLAIN, max_tokens=80)])
@@ -179,7 +180,7 @@ def test_a_state_is_kept_exactly_at_the_border_that_guesses_pass() -> None:
 @pytest.mark.parametrize("kind", ["right", "random"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_of_guesses_on_a_gpu_give_what_plain_decoding_gives(family: str, kind: str) -> None:
-    """In graphs, planned while others run, whatever is asked of them."""
+    """With graphs and overlap, for all kinds of requests."""
     rng = random.Random(5)
     plain = build(family, device="cuda")
     prompts = prompts_of(rng, 16, plain.spec.vocab_size)
@@ -201,7 +202,7 @@ def test_steps_of_guesses_on_a_gpu_give_what_plain_decoding_gives(family: str, k
             assert_told_alike(found, output)
         assert built.core.scheduler.drafts.accepted > before + 20
     endings = {kind.ending for kind in built.runner.graphs._captured if kind.guessing}
-    # Of states, which are told in the graph what counts, it chooses the tokens.
+    # With states the graph samples the tokens itself, to know which ones are accepted.
     assert endings > {Ending.REPORT} | (set() if "recurrent" in family else {Ending.LOGITS})
 
 
@@ -229,7 +230,7 @@ def test_ngram_guesses_are_those_of_a_search_one_by_one() -> None:
 
 
 class Wrong:
-    """The right guesses, but for the one in some place.
+    """Right guesses, except for one position.
 
     Args:
         text: prompt and output.
@@ -251,7 +252,7 @@ class Wrong:
 @pytest.mark.parametrize("drafts", [4, pytest.param(15, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["landmarks and windows", "recurrent"])
 def test_a_guess_may_be_wrong_in_any_place_behind_any_prompt(family: str, drafts: int) -> None:
-    """Also where the prompt is as long as a step of guesses."""
+    """Also if the prompt is as long as a step of guesses."""
     params, plain, guessing = replace(PLAIN, max_tokens=12), build(family), build(family)
     for length in (1, drafts, drafts + 1, 16):
         prompt = text(length, length, plain.spec.vocab_size)

@@ -1,4 +1,4 @@
-"""What a consumer gets of a request that is faster than itself."""
+"""Deltas for a consumer that is slower than its request."""
 
 import asyncio
 from types import SimpleNamespace

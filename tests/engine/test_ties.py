@@ -1,4 +1,4 @@
-"""Which answers that differ are left out: those that rounding explains, and no others."""
+"""Differences that rounding explains are ignored, and no others."""
 
 from __future__ import annotations
 

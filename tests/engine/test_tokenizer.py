@@ -1,4 +1,4 @@
-"""Text to ids, the chat template, and what importing the tokenizer costs."""
+"""Encoding, the chat template, and the cost of importing the tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments"
 
 @pytest.fixture(scope="module")
 def bytewise() -> Tokenizer:
-    """No chat template; token id = byte."""
+    """No chat template; a token id is a byte."""
     return Tokenizer(default_model_path())
 
 
@@ -47,7 +47,7 @@ def with_template(folder: Path, path: Path, template: object) -> Tokenizer:
 
 
 def shown(tokenizer: Tokenizer, *args, **kwargs) -> str:
-    """The conversation's ids as text, special tokens shown."""
+    """The ids of a conversation as text, with special tokens."""
     return b"".join(map(tokenizer.token_bytes, tokenizer.apply_chat(*args, **kwargs))).decode()
 
 
@@ -260,7 +260,7 @@ def test_a_long_word_is_encoded(qwen, bytewise):
 
 
 def test_a_limit_counts_no_more_than_there_is(tmp_path, qwen):
-    """Text that an added token swallows, or that is rewritten first, may be no token at all."""
+    """Text that an added token absorbs, or that is normalized, may result in no token."""
     path = tmp_path / "m"
     shutil.copytree(default_model_path(), path, ignore=shutil.ignore_patterns("*.safetensors"))
     description = json.loads((path / "tokenizer.json").read_text())

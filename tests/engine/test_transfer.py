@@ -1,4 +1,4 @@
-"""Prefill in one engine and decode in another are one engine."""
+"""Prefill on one engine and decode on another give the results of one engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def decoding(family: str = LANDMARKS, **more) -> Built:
 def serve(
     built: Built, prompt: list[int], params: SamplingParams, transfer: KvTransferParams | None
 ) -> list[Continuation]:
-    """All continuations of a prompt."""
+    """All outputs of a prompt."""
     core, name = built.core, next(NUMBERS)
     found = [
         core.add(f"{name}.{i}", prompt, params, index=i, transfer=transfer) for i in range(params.n)
@@ -70,14 +70,14 @@ def serve(
 
 
 def prefilled(built: Built, prompt: list[int]) -> KvTransferParams:
-    """What the engine that prefills answers."""
+    """The parameters that the prefilling engine returns."""
     (done,) = serve(built, prompt, SamplingParams(max_tokens=1, temperature=0), KEEP)
     assert done.transfer is not None
     return done.transfer
 
 
 def settled(built: Built) -> None:
-    """Nothing runs, and nothing is leaked, taken or held."""
+    """Nothing runs, and no page is leaked or held."""
     transfers = built.core.transfers
     deadline = time.monotonic() + 20
     while transfers.running or (transfers._tickets and len(transfers._tickets)):
@@ -103,7 +103,7 @@ def test_pages_of_another_engine_give_the_bits_of_a_warm_cache(family: str) -> N
     assert got.cached == warm.cached == 4 * per_page
     assert got.tokens == warm.tokens and np.array_equal(got.logprobs, warm.logprobs)
 
-    # What the second engine holds already, on the device or not, it does not ask for again.
+    # The second engine does not fetch pages that it has cached, on the device or in host memory.
     longer = prompt + text(2, per_page, vocab)
     loaded = second.core.cache.host.loaded
     (done,) = serve(second, longer, greedy(6), prefilled(first, longer))
@@ -131,7 +131,7 @@ def pair() -> tuple[Built, Built, Built]:
 
 
 def prompt_of(built: Built) -> list[int]:
-    """A prompt of some pages that no test had before."""
+    """A prompt of several pages that no other test uses."""
     return text(100 + next(NUMBERS), 4 * built.core.cache.slots.tokens_per_page + 3)
 
 
@@ -156,7 +156,7 @@ def test_requests_of_all_kinds_are_those_of_one_engine(pair: tuple[Built, Built,
 
 
 def failed_once(pair: tuple[Built, Built, Built], prompt: list[int], given, reason: str) -> int:
-    """The request is served without the pages that did not come; returns the cached tokens."""
+    """The request is served without the missing pages; returns the number of cached tokens."""
     _, second, alone = pair
     before = second.core.transfers.failures[reason]
     (done,) = serve(second, prompt, greedy(4), given)
@@ -171,35 +171,36 @@ def test_prompts_whose_records_are_missing_are_recomputed(
 ) -> None:
     first, second, alone = pair
     prompts = [prompt_of(alone) for _ in range(7)]
-    # A ticket is good once.
+    # A ticket can be used once.
     given = prefilled(first, prompts[0])
     serve(second, prompts[1], greedy(1), given)
     settled(first)
     assert failed_once(pair, prompts[0], given, "ticket") == 0
-    # It expires, and gives back what it held.
+    # It expires and releases its pages.
     with monkeypatch.context() as patch:
         patch.setattr(first.core.transfers, "_tickets", Tickets(first.core.cache.host, 0.0))
         given = prefilled(first, prompts[2])
         settled(first)
     assert failed_once(pair, prompts[2], given, "ticket") == 0
-    # A record changes in the memory of the one who prefilled.
+    # A record changes in the memory of the prefilling engine.
     given = prefilled(first, prompts[3])
     (_, slot), *_ = reversed(first.core.cache.host.slots[PAGE].kept.items())
     first.core.executor.records.record(PAGE, slot)[3] ^= 1
-    # Windows are those behind the whole prompt: no shorter prefix can be resumed from.
+    # Window pages belong to the end of the whole prompt, so no shorter prefix can be resumed.
     assert failed_once(pair, prompts[3], given, "damaged") == 0
-    # A record is gone.
+    # A record is missing.
     given = prefilled(first, prompts[4])
     ticket = first.core.transfers._tickets._open[bytes.fromhex(given.remote_request_id)]
     kind, name = next(key for key in ticket.records if key[0] == PAGE)
     first.core.cache.host.slots[kind].release(ticket.records.pop((kind, name)))
     assert failed_once(pair, prompts[4], given, "missing") == 0
     settled(first)
-    # Nobody is there.
+    # Nothing listens at the address.
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = replace(given, remote_port=free.getsockname()[1])
     assert failed_once(pair, prompts[5], nobody, "connection") == 0
-    # It goes away in the midst of it, and with --disaggregation-load-failure fail that is an error.
+    # It closes the connection during the transfer, which is an error with
+    # --disaggregation-load-failure fail.
     with socket.create_server(("127.0.0.1", 0)) as server:
         leaving = replace(given, remote_port=server.getsockname()[1])
         monkeypatch.setattr(second.core.transfers, "_recompute", False)
@@ -223,7 +224,7 @@ def test_a_secret_is_shared_or_nothing_is(
     prompt, tickets = prompt_of(alone), first.core.transfers._tickets
     given = prefilled(first, prompt)
     assert failed_once((first, decoding(), alone), prompt, given, "secret") == 0
-    # That did not use the ticket up.
+    # That did not consume the ticket.
     assert tickets.claim(bytes.fromhex(given.remote_request_id)) is not None
     tickets.end(bytes.fromhex(given.remote_request_id))
     settled(first)
@@ -300,7 +301,7 @@ def test_one_that_is_killed_while_it_takes_pages_holds_nothing(
     given = prefilled(first, prompt)
     tickets = core.transfers._tickets
     name = bytes.fromhex(given.remote_request_id)
-    # More than the system keeps of a connection that nobody reads.
+    # More than the system buffers for a connection that nobody reads.
     names = [key.hex() for kind, key in tickets._open[name].records if kind == PAGE] * 40
     told = ["127.0.0.1", str(given.remote_port), core.cache.host.root.hex(), name.hex()]
     process = subprocess.Popen(
@@ -322,7 +323,7 @@ def test_one_that_is_killed_while_it_takes_pages_holds_nothing(
 
 
 def test_records_are_read_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one of the two has it alone: then they are sent."""
+    """Also if only one of the two engines has it: then pages are sent over TCP."""
     pytest.importorskip("nixl_cu13")
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     alone, by_nixl = build(LANDMARKS), {"disaggregation_transfer_backend": "nixl"}
@@ -347,7 +348,7 @@ def test_records_are_read_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_records_in_gpu_memory_are_read_in_place(
     pair: tuple[Built, Built, Built], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By engines that have them there; others compute the prompt."""
+    """Engines on the same host fetch them; others compute the prompt."""
     shared: list[torch.Tensor] = []
 
     def share(rows: torch.Tensor) -> peer_memory.Shared:
@@ -364,7 +365,7 @@ def test_records_in_gpu_memory_are_read_in_place(
         built_by, "listen", lambda c: listening[c.disaggregation.sends](c.disaggregation)
     )
     first, second = prefilling(**STAGED), decoding(**STAGED)
-    # Places of the first one are not in order, so that more than one run is read.
+    # The first engine's places are not consecutive, so that several ranges are read.
     host = first.core.cache.host
     some = [host.slots[PAGE].take() for _ in range(5)]
     for slot in (some[1], some[4], some[0]):

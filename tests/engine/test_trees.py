@@ -1,5 +1,4 @@
-"""Branches beside a row's guesses: the right one counts, whichever it is, and leaves its tokens
-where they belong."""
+"""Alternative drafts: whichever one is right is accepted, and its tokens are in the right slots."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ WIDTH = 3
 
 
 class Fork:
-    """Right and wrong continuations beside guesses that are wrong.
+    """Right and wrong alternatives to drafts that are wrong.
 
     Args:
         drafter: knows the right ones.
@@ -59,8 +58,8 @@ class Fork:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", ["landmarks", "experts"])
 def test_a_right_branch_beside_wrong_guesses(family: str, device: str) -> None:
-    """Any schedule, cold and warm, greedy and drawn, with aborts and retractions; a tree never
-    crosses the border of a page."""
+    """Any schedule, cold and warm, greedy and sampled, with aborts and preemptions; a tree never
+    crosses the end of a page."""
     rng = random.Random(family)
     plain = build(family, device=device, enable_prefix_caching=False)
     prompts = prompts_of(rng, min(plain.config.page_size, 24), plain.spec.vocab_size)[:3]
@@ -86,12 +85,12 @@ def test_a_right_branch_beside_wrong_guesses(family: str, device: str) -> None:
             else:
                 assert_told_alike(found, output)
     assert seen.branches > 10 and seen.deepest <= size - 2
-    # The guesses alone are right once in five times.
+    # The first drafts alone are right in one of five cases.
     assert scheduler.drafts.accepted > seen.branches // 2
 
 
 class Watched:
-    """Counts the branches that a runner is given, and how far in their pages they reach."""
+    """Counts the alternatives that a runner gets, and their extent in pages."""
 
     def __init__(self, built) -> None:
         self.branches = self.deepest = 0
@@ -108,7 +107,7 @@ class Watched:
 
 
 class Second(Fork):
-    """The draft layer's other first guesses, where nothing else is known."""
+    """The draft layer's alternative first guesses, without other information."""
 
     def others(self, request: Request, guesses: Sequence[int], count: int) -> list[list[int]]:
         assert len(set(request.others)) == WIDTH and request.others[0] == request.guesses[0]
@@ -118,7 +117,7 @@ class Second(Fork):
 
 @shows("glm_moe_dsa", "speculation")
 def test_branches_of_a_draft_layer() -> None:
-    """Its guesses behind a text are the same with and without branches in between."""
+    """Its guesses after a text are equal with and without alternatives in between."""
     family, seen = LATENT[0], Seen()
     prompts = [text(n, length, 120) for n, length in enumerate((5, 66))]
     params = [replace(DRAWN if n else PLAIN, max_tokens=14) for n in range(2)]

@@ -1,4 +1,4 @@
-"""What a server runs before it is ready leaves no trace, and nothing to be compiled later."""
+"""Warm-up leaves no trace in the engine, and no kernel to be compiled later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_lengths_behind_a_past_are_steps_of_one_row():
     [steps] = first.behind(70, [5, 32, 40])
     works = [plan.work for plan in steps.prefills]
     ends = [(work.first, work.first + work.num_tokens, work.sample) for (work,) in works]
-    # The past in steps of no more than the longest, then each length.
+    # The context in steps of at most the longest length, then each length.
     assert ends == [
         *((0, 40, False), (40, 70, False), (70, 75, False), (75, 107, False), (107, 147, True)),
     ]
@@ -53,14 +53,14 @@ def test_lengths_behind_a_past_are_steps_of_one_row():
     assert len(begin.grants[0].pages) == int(built.slots.pages_for(148))
     assert not any(plan.opened or plan.grants for plan in others)
     assert steps.decode.decode.first.tolist() == [147]
-    # Those that do not fit are left out, and the past where none does.
+    # Lengths that do not fit are omitted, and so is the context if it does not fit.
     [fewer] = replace(first, most=147).behind(70, [5, 32, 40])
     assert fewer.decode.decode.first.tolist() == [107]
     assert replace(first, most=75).behind(70, [5, 32]) == []
 
 
 def test_every_front_of_a_row_has_steps_behind_it():
-    """A row that ends within the second one has steps behind the first alone."""
+    """A row that ends within the second step has later steps of the first row only."""
     built = engine(CASE)
     assert len(built.runner.front_slots) == 1
     built.runner.backends.cutter.limits = (Front(20, 5), Front(60, 15))
@@ -83,7 +83,7 @@ def test_a_pool_of_fewer_pages_gives_some_twice():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fifty_lengths_compile_nothing(dtype, monkeypatch, tmp_path):
     runtime = pytest.importorskip("triton").knobs.runtime
-    # Kernels that are on disk already are not loaded ahead.
+    # Kernels that are already on disk are not loaded in advance.
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"device": "cuda", "dtype": dtype, "kv_cache_memory": "256MiB", "max_num_seqs": 4}
     built = engine(CASE, max_model_len=4096, **options)
@@ -93,7 +93,7 @@ def test_fifty_lengths_compile_nothing(dtype, monkeypatch, tmp_path):
     assert compiled, "the hook sees nothing"
     compiled.clear()
     rng = random.Random(7)
-    # Kernels that report are compiled where an engine measures its steps.
+    # Kernels of reports are compiled when an engine measures its steps.
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     for length in rng.sample(range(1, 4000), 50):
         prompt = [rng.randrange(built.spec.vocab_size) for _ in range(length)]
@@ -105,7 +105,7 @@ def test_fifty_lengths_compile_nothing(dtype, monkeypatch, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_with_guesses_compile_nothing(dtype, monkeypatch, tmp_path):
-    """One row or several, up to seven guesses in each, some wrong, across the ends of pages."""
+    """One or several rows, with up to seven guesses each, some wrong, across the ends of pages."""
     runtime = pytest.importorskip("triton").knobs.runtime
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"device": "cuda", "dtype": dtype, "kv_cache_memory": "256MiB", "max_num_seqs": 4}

@@ -5,7 +5,7 @@ from cairn.engine.watchdog import TICK_SECONDS, Watchdog
 
 
 class Time:
-    """A clock that goes when told to; it ticks the watchdog on its way."""
+    """A fake clock that ticks the watchdog while it advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -13,7 +13,8 @@ class Time:
         self.dog.loading = False
 
     def pass_by(self, seconds: float, beat: float | None = None) -> str | None:
-        """Tick for some seconds, each with a heartbeat of step age `beat`; the last verdict."""
+        """Advance some seconds, with a heartbeat of step age `beat` in each; returns the last
+        verdict."""
         verdict = None
         for _ in range(round(seconds / TICK_SECONDS)):
             self.now += TICK_SECONDS

@@ -31,11 +31,11 @@ from tests.support import shows
 
 CASES = ["olmo_mha_interleave4", "qwen_nope_interleave2", "qwen_num_swa_layers2"]
 FEW_CASES = [pytest.param(CASES[0], marks=pytest.mark.slow), *CASES[1:]]
-"""The slow one has four times the layers; all are in the random schedules."""
+"""The slow one has four times the layers; the random schedules cover all."""
 
 
 def serve(built: Built, prompts, counts, budgets, waits, overlap) -> list[Trace]:
-    """Prompts that come one after the other, in steps of changing size."""
+    """Prompts that run one after the other, in steps of changing size."""
     core, rows = built.core, built.config.max_num_seqs
     core.overlap = overlap
     live, step = [], 0
@@ -61,7 +61,7 @@ def serve(built: Built, prompts, counts, budgets, waits, overlap) -> list[Trace]
     overlap=st.booleans(),
 )
 def test_random_schedules_with_few_window_pages(case, seed, budgets, spare, caching, overlap):
-    """Shared beginnings, retractions for want of either kind of page, prefixes resumed early."""
+    """Shared prefixes, preemptions for lack of either kind of page, prefixes resumed early."""
     built = engine(case, max_num_seqs=4, enable_prefix_caching=caching)
     cache, rng, size = built.core.cache, random.Random(seed), built.config.page_size
     most = built.slots.pages_for(5 * size + 60 + 20)
@@ -99,18 +99,19 @@ def test_window_pages_before_the_window_are_freed(case, device):
             poison(built)
             most = max(most, window.num_pages - window.num_free)
             pages = max(pages, cache.num_owned)
-        # What the last step has taken is back when it is over.
+        # The pages that the last step took are free when it has ended.
         assert pages >= built.slots.pages_for(length + 3 * size - 1) - 1
         held.append(most)
     in_flight = 1 + built.core.overlap
-    # A page more or less, as the chunks happen to lie in pages.
+    # One page more or less, depending on how chunks fall on pages.
     assert abs(held[0] - held[1]) <= 1
     assert max(held) <= window.reach + in_flight * 64 // size + 2
 
 
 @pytest.mark.parametrize("case", FEW_CASES)
 def test_a_prefix_resumed_after_its_window_was_given_up(case, device):
-    """Warm against cold, with the window before the end of the prefix there, and gone."""
+    """A warm cache gives the results of a cold one, with the window pages before the prefix's end
+    present and evicted."""
     built = engine(case, device=device)
     cache = built.core.cache
     first = text(5, 400)
@@ -120,7 +121,7 @@ def test_a_prefix_resumed_after_its_window_was_given_up(case, device):
     warm = run(built, [longer], greedy(40))[0]
     assert warm.cached >= 400 - 2 * built.config.page_size
     assert_same(cold, warm)
-    # All window pages that nobody holds: what is cached has none any more.
+    # All window pages without an owner: cached prefixes have lost theirs.
     cache.window.release(cache.window.take(cache.window.available), wanted=False)
     poison(built)
     again = run(built, [longer], greedy(40))[0]
@@ -132,7 +133,8 @@ def test_a_prefix_resumed_after_its_window_was_given_up(case, device):
 
 @pytest.mark.parametrize("case", FEW_CASES)
 def test_retracted_for_want_of_window_pages(case, device):
-    """Four rows begin with a page each; pages for two windows are not enough for all in the end."""
+    """Four rows begin with a page each; in the end the pages of two windows are not enough for
+    all."""
     size = engine(case).config.page_size
     prompts = [text(20 + i, size // 2) for i in range(4)]
     built = engine(case, device=device, chunked_prefill_size=2 * size)
@@ -146,7 +148,7 @@ def test_retracted_for_want_of_window_pages(case, device):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_layers_pools(case):
-    """Window layers have the window pages; what each layer stores is as large as was planned."""
+    """Window layers have the window pages; each layer's storage has the planned size."""
     built = engine(case)
     pools, memory = built.runner.pools, built.memory
     owners = zip(kinds(built.spec), pools.schema.group_of, pools.pages, strict=True)
@@ -170,7 +172,7 @@ def test_layers_of_one_kind_share_their_pages(case):
 
 
 def test_landmark_layers_forced_to_their_window_are_window_layers():
-    """One of two landmark layers sees its window alone: aligned to pages, and given back alike."""
+    """One of two landmark layers reads only its window: aligned to pages, and released alike."""
     case = "qwen_gqa4_prior_lora_inrange"
     prompt = text(3, 300)
     built = engine(case, hsa_layers="1", enable_prefix_caching=False)

@@ -1,4 +1,4 @@
-"""Texts of which rounding alone chooses pages or tokens."""
+"""Texts for which rounding alone decides the selected pages or the tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ differ by 4.2e-5, 2.1e-6 of the largest; a gap between two of them by twice as m
 
 
 CLOSE_TOKENS = 1.1e-4
-"""Log-probabilities of two tokens that lie less apart: either may be the larger. Of two schedules
-they were seen to differ by 5.3e-5; a gap between two of them by twice as much."""
+"""Difference of the log-probabilities of two tokens below which rounding may swap them. Between two
+schedules they differed by up to 5.3e-5; a gap between two of them by twice as much."""
 
 
 def leave_out_ties(a: Trace, b: Trace, prompt: list[int], built: Built) -> None:

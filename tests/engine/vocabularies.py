@@ -1,4 +1,4 @@
-"""Small tokenizers of the families that models use, and hard texts for them.
+"""Small tokenizers of all families that models use, and difficult texts for them.
 
 All of it is the same in every process: byte-pair merges are learnt from a seed's texts; the other
 vocabularies are written down, since their trainers give each process a vocabulary of its own.
@@ -67,7 +67,7 @@ PIECES = (
 
 
 def texts(count: int, seed: int, most: int = 12) -> list[str]:
-    """Random texts of hard pieces."""
+    """Random texts of difficult pieces."""
     rng = random.Random(seed)
     return [
         "".join(rng.choice(PIECES) + rng.choice(("", "", " ")) for _ in range(rng.randint(0, most)))
@@ -76,7 +76,7 @@ def texts(count: int, seed: int, most: int = 12) -> list[str]:
 
 
 def damaged(text: str, rng: random.Random) -> bytes:
-    """The text's bytes with some lost, doubled or changed."""
+    """The text's bytes, some of them removed, repeated or changed."""
     data = bytearray(text.encode())
     for _ in range(rng.randint(1, 4)):
         at = rng.randint(0, len(data))
@@ -93,7 +93,7 @@ def damaged(text: str, rng: random.Random) -> bytes:
 
 
 def corpus() -> list[str]:
-    """Words in an order that a seed gives; the plain ones often, so that merges are learnt."""
+    """Words in a seeded random order; plain ones are frequent, so that merges are learned."""
     rng = random.Random(1)
     return [" ".join(rng.choices(WORDS, k=12)) for _ in range(400)]
 
@@ -127,7 +127,7 @@ def qwen(folder: Path) -> Path:
 
 
 def llama(folder: Path) -> Path:
-    """Sentencepiece BPE with byte fallback; a leading space is written and cut again."""
+    """Sentencepiece BPE with byte fallback; it adds a leading space, which decoding removes."""
     backend = sentencepiece(normalizers.Sequence([normalizers.Prepend("▁"), spaces()]))
     backend.decoder = decoders.Sequence(
         [
@@ -141,7 +141,7 @@ def llama(folder: Path) -> Path:
 
 
 def gemma(folder: Path) -> Path:
-    """Sentencepiece BPE with byte fallback, spaces as they are."""
+    """Sentencepiece BPE with byte fallback, without changes of spaces."""
     backend = sentencepiece(spaces())
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -163,7 +163,7 @@ def unigram(folder: Path, clean_up: bool = False) -> Path:
 
 
 def wordpiece(folder: Path) -> Path:
-    """WordPiece with its own clean-up."""
+    """WordPiece with its clean-up of spaces."""
     characters, beginnings = parts()
     inside = ["##" + part for part in [*characters, *beginnings]]
     pieces = ["[UNK]", *characters, *beginnings, *WORDS, *inside]
@@ -176,7 +176,7 @@ def wordpiece(folder: Path) -> Path:
 
 
 def suffixed(folder: Path) -> Path:
-    """BPE that marks the ends of words: the last token of a text is decoded in its own way."""
+    """BPE that marks the ends of words: the last token of a text is decoded differently."""
     merges: dict[tuple[str, str], None] = {}
     for word in WORDS:
         signs = [*word[:-1], word[-1] + "</w>"]
@@ -191,7 +191,7 @@ def suffixed(folder: Path) -> Path:
 
 
 def parts() -> tuple[list[str], list[str]]:
-    """The characters of the words, and the beginnings of the words, two to four characters long."""
+    """The characters of the words, and prefixes of the words of two to four characters."""
     characters = sorted({character for word in WORDS for character in word})
     beginnings = {word[:length] for word in WORDS for length in (2, 3, 4) if len(word) > length}
     return characters, sorted(beginnings)
@@ -202,14 +202,14 @@ def spaces() -> normalizers.Normalizer:
 
 
 def sentencepiece(normalizer: normalizers.Normalizer) -> Tokenizer:
-    """BPE with <unk>, <s>, </s> and 256 byte tokens in front, as sentencepiece lays it out."""
+    """BPE with <unk>, <s>, </s> and 256 byte tokens first, in sentencepiece's layout."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizer
     trained.pre_tokenizer = pre_tokenizers.Split("▁", behavior="merged_with_next")
     trained.train_from_iterator(corpus(), BpeTrainer(vocab_size=500, show_progress=False))
     model = json.loads(trained.to_str())["model"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    # Half of the characters are left to the bytes.
+    # Half of the characters have no token, only bytes.
     learnt = [token for token in model["vocab"] if len(token) > 1 or ord(token) < 0x900]
     learnt = [token for token in learnt if all(ord(c) < 0x900 or c == "▁" for c in token)]
     learnt += [] if "▁" in learnt else ["▁"]

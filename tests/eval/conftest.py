@@ -9,8 +9,8 @@ from tests.bench.fake_api import FakeApi, tokens_of
 
 
 class KnowingApi(FakeApi):
-    """A server that reads `#key abcd=12345` and answers `#ask abcd=`, and that gives three of the
-    magic numbers of a text; to others it says "word"."""
+    """A server that answers `#ask abcd=` from `#key abcd=12345`, and returns three of the magic
+    numbers of a text; to other prompts it answers "word"."""
 
     async def _answer(self, request, body):
         chat = "messages" in body

@@ -30,7 +30,7 @@ def test_the_embedded_model_finds_all_however_it_is_computed(local):
     for variant in variants[:2]:
         assert share(records, variant=variant) == 1.0
         assert all(r["same_as_first"] == r["asked"] for r in records if r["variant"] == variant)
-    # Behind the window nothing is found: it is the selected pages that hold the answers.
+    # Beyond the window nothing is found, because the answers are in the selected pages.
     assert share(records, variant="window", depth=0.0) == 0.0
     wrong = next(r for r in records if r["variant"] == "window" and r["depth"] == 0.0)
     assert wrong["wrong"] and wrong["same_as_first"] < wrong["asked"]
@@ -46,7 +46,7 @@ def test_a_server_is_asked_the_same(served, api):
     records = run(NeedlePlan(served, grid, form="lines"))
     [asked] = {r["asked"] for r in records}
     assert asked == 3
-    # It knows the lines and not the sentences, which take turns.
+    # It knows the lines and not the sentences, which alternate.
     assert totals(records)["right"] == 3
     assert all(r["wrong"][0][1] == "word" for r in records if r["wrong"])
     bodies = [body for body in api.bodies if "#ask" in body["prompt"][-12:]]
@@ -94,7 +94,7 @@ def test_warm_needs_a_prefix_cache(local):
 
 @pytest.mark.parametrize(
     "right, asked, low, high",
-    # By statsmodels' proportion_confint(..., method="wilson").
+    # Computed with statsmodels' proportion_confint(..., method="wilson").
     [(8, 10, 0.490162, 0.943318), (0, 5, 0.0, 0.434482), (5, 5, 0.565518, 1.0), (0, 0, 0.0, 1.0)],
 )
 def test_wilson(right, asked, low, high):

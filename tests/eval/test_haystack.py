@@ -3,7 +3,7 @@ import random
 import pytest
 
 from cairn.errors import BadRequest
-from cairn.eval.haystack import Question, fitted, hide, library, read_texts, stretch
+from cairn.eval.haystack import Question, excerpt, fitted, hide, library, read_texts
 from cairn.eval.words import Names, noise, prose
 
 QUESTION = Question("?", " It is", ("x",), max_tokens=5)
@@ -52,11 +52,11 @@ def test_the_nearest_border_counts():
 def test_a_stretch_begins_a_line_and_goes_on_at_the_start():
     text = "one\ntwo\nthree\n"
     for seed in range(9):
-        found = stretch(text, 40, random.Random(seed))
+        found = excerpt(text, 40, random.Random(seed))
         assert len(found) == 40
         assert found.split("\n")[0] in ("one", "two", "three")
     with pytest.raises(BadRequest, match="empty"):
-        stretch(" ", 5, random.Random(0))
+        excerpt(" ", 5, random.Random(0))
 
 
 def test_texts_of_a_folder_in_order_without_what_is_no_text(tmp_path):

@@ -28,7 +28,7 @@ def llm():
 
 @pytest.fixture(scope="module")
 def reported(llm):
-    """Log-probabilities [n - 1, V] that the engine reports of the prompt's tokens."""
+    """Log-probabilities [n - 1, V] of the prompt's tokens, as the engine reports them."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
     [result] = llm.generate(TEXT, params, use_tqdm=False)
     rows = []
@@ -40,7 +40,7 @@ def reported(llm):
     return torch.stack(rows)
 
 
-# Ends inside a chunk, on a page's last token, on a chunk's last; all rows.
+# Ends within a chunk, on a page's last token, on a chunk's last token; all rows.
 @pytest.mark.parametrize("length, rows", [(384, 50), (315, 64), (300, 1), (127, 127), (64, 3)])
 def test_the_logits_are_those_that_the_engine_reports(llm, reported, length, rows):
     ids = list(TEXT.encode())[:length]
@@ -61,7 +61,7 @@ def test_blocks_come_in_order_and_pages_come_back(llm, monkeypatch):
     assert sum(steps) == len(ids) and len(steps) == 4
     report = check(core.cache, [])
     assert report.owned == 0
-    # The engine goes on as before.
+    # The engine works as before.
     again = llm.generate("x = 1\n", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert len(again[0].outputs[0].token_ids) == 4
 

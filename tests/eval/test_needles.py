@@ -24,7 +24,7 @@ def test_the_answer_stands_at_its_depth(form, task, documents, asked):
             assert case.document.count(answer) == 1
             at = case.document.index(answer) / len(case.document)
             assert abs(at - question.depth) < 0.07
-        # The other keys of `multi` are hidden too.
+        # The other keys of `multi` are hidden, too.
         hidden = re.findall(r"#key|magic numbers for", case.document)
         assert len(hidden) == (6 if task == "multi" else 1)
 

@@ -25,7 +25,7 @@ def test_numbers_of_a_comparison():
     assert found["rows"] == 2
     assert found["kl_max"] == pytest.approx(kl, abs=1e-6)
     assert found["kl_mean"] == pytest.approx(kl / 2, abs=1e-6)
-    # In the first row the likeliest of p is the first of two equals.
+    # In the first row the likeliest token of p is the first of two equal ones.
     assert found["top1_agreement"] == 0.5
     assert found["logprob_error_max"] == pytest.approx(math.log(2), abs=1e-6)
 
@@ -34,7 +34,7 @@ def test_chunks_change_nothing_and_the_window_does():
     same = parity.against_options(PLAN, {"chunked_prefill_size": 37})
     assert same["rows"] == 40 and same["top1_agreement"] == 1.0
     assert same["logprob_error_max"] < 1e-3
-    # Only what lies behind the window differs, and a prompt of 300 tokens reaches a little there.
+    # Only slots beyond the window differ, and a prompt of 300 tokens reaches slightly beyond it.
     other = parity.against_options(
         ParityPlan(MODEL, OPTIONS, length=700, last=40, samples=1), {"attention_backend": "window"}
     )

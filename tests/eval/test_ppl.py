@@ -4,7 +4,7 @@ import pytest
 
 from cairn.config import default_model_path
 from cairn.errors import BadRequest
-from cairn.eval.corpus import stretches
+from cairn.eval.corpus import excerpts
 from cairn.eval.ppl import Loss, PplPlan, run_ppl, summary
 
 OPTIONS = {"kv_cache_memory": "4MiB", "device": "cpu", "dtype": "float32"}
@@ -26,22 +26,22 @@ def corpus(tmp_path):
 
 
 def test_stretches_are_spread_over_the_text(corpus):
-    found = stretches([corpus], Bytes(), 100, 3)
+    found = excerpts([corpus], Bytes(), 100, 3)
     assert [bytes(list(ids))[:4] for ids in found] == [b"000 ", b"025 ", b"050 "]
     assert all(len(ids) == 100 for ids in found)
 
 
 def test_stretches_overlap_where_the_text_is_short(corpus):
-    found = stretches([corpus], Bytes(), 800, 3)
-    # 250 numbers of four characters and the newline: the last stretch ends with them.
+    found = excerpts([corpus], Bytes(), 800, 3)
+    # 250 numbers of four characters and a newline: the last excerpt ends with them.
     assert [bytes(list(ids))[:4] for ids in found] == [b"000 ", b"025 ", b"50 0"]
     assert bytes(list(found[-1])).endswith(b"249 \n")
     with pytest.raises(BadRequest, match="holds 1001 tokens, fewer than 1002"):
-        stretches([corpus], Bytes(), 1002, 1)
+        excerpts([corpus], Bytes(), 1002, 1)
 
 
 def test_the_context_helps_a_text_that_repeats_itself(tmp_path):
-    """Every length predicts the same tokens, and what stood before them makes them likelier."""
+    """Every length predicts the same tokens, and more context makes them likelier."""
     line = "alpha = beta(gamma) + 48213\n"
     (tmp_path / "x.py").write_text(line * 40)
     plan = PplPlan(MODEL, OPTIONS, (tmp_path,), lengths=(600, 40), last=28, samples=2)
@@ -61,7 +61,7 @@ def test_summary_of_losses():
     assert found["perplexity"] == pytest.approx(math.exp(1.78), abs=1e-4)
     assert found["bits_per_byte"] == pytest.approx(178 / math.log(2) / 200, abs=1e-4)
     assert found["more_than_first"] == pytest.approx(18 / 160, abs=1e-4)
-    # Differences of 7 and 11 nats: their mean is 9, its standard error 2.
+    # Differences of 7 and 11 nats: the mean is 9, its standard error 2.
     assert found["more_error"] == pytest.approx(2 / 80, abs=1e-4)
     assert summary(first[:1], first[:1])["more_error"] is None
 

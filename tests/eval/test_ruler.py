@@ -12,7 +12,7 @@ from cairn.eval.ruler import RETRIEVAL, cases, recall
 
 
 def solve(task, prompt):
-    """The answers, from the prompt alone."""
+    """The answers, computed from the prompt alone."""
     if task.startswith("niah"):
         asked = re.search(r" for (.*) mentioned in the provided text\?", prompt)[1]
         keys = re.split(r", and |, ", asked)

@@ -1,4 +1,4 @@
-"""Small models whose page selection matters, as engines."""
+"""Small models whose page selection affects the output, as engines."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ WIDE = {
     "apply_hils_rope": True,
     "eos_token_id": 1,
 }
-"""Eight query heads on one KV head, landmarks in both layers."""
+"""Eight query heads per KV head, landmarks in both layers."""
 
 
 def folder(at: Path, **changes) -> Path:
-    """A model folder that holds only a config: its weights are drawn."""
+    """A model folder with a config only; weights are random."""
     at.mkdir(parents=True, exist_ok=True)
     (at / "config.json").write_text(json.dumps({**WIDE, **changes}))
     return at
 
 
 def variant(at: Path, case: str, **changes) -> Path:
-    """A golden model with other config fields and the same weights."""
+    """A golden model with changed config fields and the same weights."""
     config = json.loads((GOLDENS / case / "config.json").read_text())
     at.mkdir(parents=True, exist_ok=True)
     (at / "config.json").write_text(json.dumps({**config, **changes}))
@@ -53,14 +53,14 @@ def variant(at: Path, case: str, **changes) -> Path:
 
 
 def wide(at: Path, sharpness: float = 6.0, **options) -> Built:
-    """An engine on a drawn model; `sharpness` enlarges its landmark queries."""
+    """An engine on a random model; `sharpness` scales its landmark queries."""
     built = engine(str(at), **{"load_format": "random", **options})
     sharpen(built, sharpness)
     return built
 
 
 def sharpen(built: Built, factor: float) -> None:
-    """Enlarge the landmark queries, so that pages differ clearly in score and in prior."""
+    """Scale the landmark queries, so that pages differ clearly in score and in prior."""
     with torch.no_grad():
         for block in built.runner.model.layers:
             norm = block.mixer.lmk_q_norm
@@ -68,20 +68,20 @@ def sharpen(built: Built, factor: float) -> None:
 
 
 def again(built: Built, prompt: list[int], got: Trace) -> float:
-    """How far a decoded output is from a prefill of the same tokens."""
+    """Largest difference between a decoded output and a prefill of the same tokens."""
     tokens = prompt + got.tokens
     whole = run(built, [tokens], greedy(1, prompt_logprobs=True), poisoned=False)[0]
     return difference(got.logprobs, whole.prompt_logprobs[len(prompt) - 1 :])
 
 
 def rows(trace: Trace) -> np.ndarray:
-    """Log-probabilities after each prompt token, of a trace with one output token."""
+    """Log-probabilities after each prompt token, from a trace with one output token."""
     return np.concatenate(
         [trace.prompt_logprobs.reshape(-1, trace.logprobs.shape[1]), trace.logprobs]
     )
 
 
 def check_ledger(built: Built) -> None:
-    """Every page is free, cached or owned, exactly once."""
+    """Every page is either free, cached or owned."""
     running = built.core.scheduler.running
     check(built.core.cache, [r.lease for r in running if r.lease is not None])

@@ -1,4 +1,4 @@
-"""What a landmark model computes, one query at a time, straight from its formulas.
+"""The output of a landmark model, computed one query at a time from its formulas.
 
 No paging, no ops, no backend: whole sequences, attention in float64, a Python loop over queries,
 nothing clever. Tests put an engine's log-probabilities beside it.
@@ -22,7 +22,7 @@ from tests.specs import hils_of
 
 
 def on_host(x: Tensor | None) -> Tensor | None:
-    """What the formulas compute with."""
+    """The tensor in float64 on the host."""
     return None if x is None else x.cpu().double()
 
 
@@ -46,7 +46,7 @@ class OracleLayer:
 
 @dataclass
 class OracleBatch:
-    """One sequence as a step of a model; the step and its batch in one.
+    """One sequence as a step of a model; both the step and its batch.
 
     Attributes:
         spec: the model.
@@ -197,9 +197,10 @@ class OracleBatch:
         return out
 
     def _scores(self, u: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Score [P] of a group's pages, and by head in the group logits of pages and window."""
+        """Score [P] of a group's pages, and per head of the group the logits of pages and
+        window."""
         if self.strategy == "group":
-            # The key is the same for all heads of the group: the dot product with the summed query.
+            # All heads of the group share the key, so this is its product with the summed query.
             total = u.sum(0)
             return total, total.expand_as(u), lse.logsumexp(0).expand_as(lse)
         score = u
@@ -210,7 +211,7 @@ class OracleBatch:
 
 
 def oracle(built: Built, tokens: Sequence[int], **changes) -> tuple[np.ndarray, OracleBatch]:
-    """Log-probabilities [len(tokens), V] after each token, with the engine's own weights.
+    """Log-probabilities [len(tokens), V] after each token, with the engine's weights.
 
     Args:
         built: the engine whose model and resolved options count.

@@ -1,4 +1,4 @@
-"""Table 1 of the known failures of such engines, the rows about memory, limits and bookkeeping.
+"""Table 1 of known failures of such engines: the rows about memory, limits and bookkeeping.
 
 Row 29: there is no tensor parallelism yet, so the option is refused.
 """
@@ -69,14 +69,15 @@ def test_row_2_prefill_memory_is_linear_in_tokens(tmp_path):
 
 @pytest.mark.parametrize("length", [20, 300, 1200, 3500])
 def test_row_7_pages_read_do_not_grow_with_the_context(model, length, device):
-    """At most top-k and the window's pages, by query and layer, counted step by step."""
+    """At most top-k and the window's pages per query and layer, counted step by step."""
     llm = LLM(str(model), load_format="random", device=device, kv_cache_memory="8MiB")
     limit = TOPK + WINDOW // SIZE + 1
     before = llm.stats()
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for _ in llm.stream({"prompt_token_ids": text(7, length)}, params):
         now = llm.stats()
-        # A step counts when it is launched: that of the last token has been, with the one before.
+        # Steps are counted at their launch: the step of the last token has been launched with the
+        # one before.
         queries, pages = now.queries - before.queries, now.pages_read - before.pages_read
         assert (pages > 0) == (queries > 0)
         assert pages <= limit * queries
@@ -136,7 +137,8 @@ def test_row_9_defaults(model):
 
 
 def test_row_12_every_page_has_one_owner_at_every_step(model, device):
-    """A pool under pressure: requests grow, share, are retracted and end; the ledger holds."""
+    """A pool under pressure: requests grow, share pages, are preempted and end; the ledger stays
+    valid."""
     built = wide(model, device=device, max_model_len=600, max_num_seqs=6, kv_cache_memory=5376 * 44)
     shared = text(12, 90)
     for i in range(20):
@@ -157,7 +159,8 @@ def test_row_12_every_page_has_one_owner_at_every_step(model, device):
 
 
 def test_row_18_exactly_the_maximal_length(tmp_path, device):
-    """299 + 1 and 200 + 100 tokens run and agree with a model of longer context; 300 do not."""
+    """299 + 1 and 200 + 100 tokens run and agree with a model of longer context; 300 prompt tokens
+    do not fit."""
     short = folder(tmp_path / "short", max_position_embeddings=300, rope_context_length=4096)
     long = folder(tmp_path / "long", rope_context_length=4096)
     prompt = text(18, 300)
@@ -188,7 +191,7 @@ def test_row_21_default_flags_start_and_answer(backend):
 
 
 def test_row_22_the_advertised_capacity_is_usable(model, caplog):
-    """One sequence fills the whole pool; then many together, which take turns."""
+    """One sequence fills the whole pool; then many share it, which are preempted in turn."""
     with caplog.at_level(logging.INFO, logger="cairn"):
         built = wide(model, kv_cache_memory=5376 * 30)
     longest = built.memory.max_model_len
@@ -215,7 +218,7 @@ def test_row_23_a_wrong_page_size_is_refused_with_the_right_one(model, size):
 
 
 def test_row_26_the_dense_twin_is_the_same_model_without_landmarks():
-    """As many layers of the same widths; the counts differ by the landmarks' own weights alone."""
+    """As many layers of the same widths; the counts differ only by the landmarks' own weights."""
     sparse, dense = (load_spec(config_of("345m", kind)) for kind in ("hsa", "dense"))
     for name in ("num_layers", "hidden_size"):
         assert getattr(sparse, name) == getattr(dense, name)
@@ -253,7 +256,7 @@ def test_row_29_an_option_of_another_engine_is_refused_not_ignored(model):
 
 
 def test_no_field_of_a_result_shows_a_landmark(tmp_path):
-    """Requests that stop, are cut, and are taken back around the landmark of a page."""
+    """Requests that stop, are truncated, and are preempted around the landmark of a page."""
     config = json.loads((GOLDENS / "qwen_c64" / "config.json").read_text())
     llm = LLM(variant(tmp_path / "m", "qwen_c64", eos_token_id=None), kv_cache_memory="8MiB")
     vocab = config["vocab_size"]

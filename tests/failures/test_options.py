@@ -1,4 +1,4 @@
-"""Options of landmark attention through the whole engine, against the formulas."""
+"""Options of landmark attention through the whole engine, compared with the formulas."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def test_the_oracle_agrees_on_every_golden_model(case):
     ],
 )
 def test_selection_strategies(case, strategy):
-    """The older strategies score by the landmark's own key, whatever summary the model has."""
+    """The older strategies score by the landmark's own key, whatever summaries the model has."""
     built, tokens = engine(case, hsa_selection_strategy=strategy), text(31, LENGTH)
     (warning,) = built.config.warnings
     assert f"hsa_selection_strategy={strategy} contradicts" in warning
     want, _ = oracle(built, tokens)
-    # Summed queries make scores, and with them float32 noise, larger: the goldens' own measure.
+    # Summed queries have larger scores, and so larger float32 rounding: the goldens use the same
+    # bound.
     noise = ROUNDING * np.abs(want).max()
     assert difference(prefill_rows(built, tokens), want) < noise
     chunked = run(built, [tokens], greedy(3), budgets=[37])[0]
@@ -83,7 +84,7 @@ def test_window_size(tmp_path, window):
 
 @pytest.mark.parametrize(("given", "layers"), [("1", (1,)), ("0", (0,)), ([1], (1,)), ([], ())])
 def test_a_subset_of_the_landmark_layers(tmp_path, given, layers):
-    """The other landmark layers see their window alone, aligned as ever."""
+    """The other landmark layers read only their window, with unchanged alignment."""
     built, tokens = wide(folder(tmp_path / "m"), hsa_layers=given), text(35, LENGTH)
     assert "contradicts the trained model (0-1)" in built.config.warnings[0]
     want, _ = oracle(built, tokens, landmark_layers=layers)

@@ -1,4 +1,4 @@
-"""Table 1 of the known failures of such engines, the rows about numbers: one test a row.
+"""Table 1 of known failures of such engines: the rows about numerical results, one test per row.
 
 The model has eight query heads on one KV head, 70 and more candidate pages for a top-k of 4, and
 landmark queries so large that another choice of pages moves log-probabilities by 1 and more.
@@ -47,7 +47,7 @@ def prompt() -> list[int]:
 
 @pytest.fixture(scope="module")
 def formula(model, prompt, device) -> np.ndarray:
-    """The oracle's rows of the prompt; it selects among more than 64 pages at the end."""
+    """The oracle's rows of the prompt; at the end it selects among more than 64 pages."""
     logprobs, batch = oracle(wide(model, device=device), prompt)
     last = len(batch.input_ids) - 1
     assert (last - WINDOW + 1) // SIZE > 64
@@ -61,7 +61,7 @@ def whole(model, prompt, device) -> Trace:
 
 
 def test_the_choice_of_pages_matters(model, prompt, formula, device):
-    """Without this the rows below would prove little."""
+    """Without this, the following tests would prove little."""
     for change in ({"topk": TOPK - 1}, {"strategy": "softmax_head"}, {"window": WINDOW - SIZE}):
         other, _ = oracle(wide(model, device=device), prompt[:200], **change)
         assert difference(other, formula[:200]) > 1.0
@@ -91,7 +91,7 @@ def test_row_4_chunked_prefill_equals_one_shot(model, prompt, whole, budgets, de
 
 
 def test_row_5_reused_prefix_equals_cold_cache(model, prompt, device):
-    """Two branches off a cached prompt, generating until reused pages have left the window."""
+    """Two branches of a cached prompt, which generate until reused pages have left the window."""
     built = wide(model, device=device)
     run(built, [prompt], greedy(1))
     for kept in (1100, 640):
@@ -106,14 +106,14 @@ def test_row_5_reused_prefix_equals_cold_cache(model, prompt, device):
 
 
 def test_row_10_pages_completed_by_decode_get_their_summary(model, device):
-    """Many times the window on one request: its own pages become candidates."""
+    """Many windows in one request: its own pages become candidates."""
     start = text(10, 100)
     got = run(wide(model, device=device), [start], greedy(300))[0]
     assert again(wide(model, device=device), start, got) < ROUNDING
 
 
 def test_row_11_a_batch_decodes_like_its_members(model, prompt, device):
-    """Eight mixed lengths, each 10 pages on, against each one alone."""
+    """Eight prompts of different lengths, 10 pages of output each, compared with each one alone."""
     lengths = [1, 14, 15, 16, 61, 200, 455, 1100]
     prompts = [prompt[:n] for n in lengths]
     got = run(wide(model, device=device), prompts, greedy(10 * PER_PAGE), poisoned=False)
@@ -135,7 +135,8 @@ def test_row_15_the_prior_counts_in_selection_and_in_the_weights(
 
 @pytest.mark.parametrize("softmax1", [True, False])
 def test_row_16_short_prompts_keep_the_zero_logit(tmp_path, softmax1, device):
-    """Lengths 1 to 300; the oracle's rows come from one long sequence, so they know no total."""
+    """Lengths 1 to 300; the oracle's rows come from one long sequence, so they do not depend on the
+    length."""
     case = "qwen_gqa4_prior_lora_inrange"
     built = engine(str(variant(tmp_path / "m", case, enable_softmax1=softmax1)), device=device)
     tokens = text(16, 300)
@@ -169,7 +170,7 @@ def test_row_20_one_to_three_tokens_extend_a_prefix(model, prompt, formula, extr
 
 
 def test_row_25_prompt_logprobs_belong_to_their_tokens(model, prompt, whole, formula, device):
-    """Entry i is about token i, across landmarks, and holds user ids alone."""
+    """Entry i belongs to token i, across landmarks, and has user ids only."""
     built = wide(model, device=device)
     params = greedy(1, prompt_logprobs=True)
     live = built.core.add("one", prompt, params)
@@ -194,7 +195,7 @@ def test_row_25_an_identical_prompt_again(model, prompt, formula, length, device
 
 @pytest.mark.parametrize("length", [1150, 1154, 1155, 1156])
 def test_row_27_decode_selects_like_prefill(model, prompt, formula, length, device):
-    """prefill(N) and one decode step against prefill(N + 1), eight heads a group."""
+    """prefill(N) and one decode step, compared with prefill(N + 1), with eight heads per group."""
     got = run(wide(model, device=device), [prompt[:length]], greedy(2))[0]
     both = prompt[:length] + got.tokens[:1]
     longer = run(wide(model, device=device), [both], greedy(1))[0]
@@ -203,7 +204,7 @@ def test_row_27_decode_selects_like_prefill(model, prompt, formula, length, devi
 
 
 def prefill_then(built, prompt, act, count: int = 4) -> np.ndarray:
-    """Log-probabilities of `count` decoded tokens, `act` called between prefill and decode."""
+    """Log-probabilities of `count` decoded tokens; `act` is called between prefill and decode."""
     live = built.core.add("one", prompt, greedy(count + 1))
     while not live.stream.output.token_ids:
         built.core.step()
@@ -247,7 +248,8 @@ def test_row_8_where_the_summary_is_the_landmarks_own_key(device):
 
 
 def test_a_branch_leaves_the_prefix_bits_alone(model, prompt, device):
-    """Every byte of a finished prompt's cached pages survives two branches and their decoding."""
+    """All bytes of a finished prompt's cached pages are unchanged by two branches and their
+    decoding."""
     built = wide(model, device=device)
     run(built, [prompt], greedy(1))
     lease = built.core.cache.open(prompt, LENGTH // PER_PAGE)
@@ -262,7 +264,7 @@ def test_a_branch_leaves_the_prefix_bits_alone(model, prompt, device):
 
 
 def test_a_batch_changes_members_at_a_landmark(model, prompt, device):
-    """{r1, r2} -> {r2, r3}: r1 ends and r3 begins in the step in which r2 crosses into a page."""
+    """{r1, r2} -> {r2, r3}: r1 ends and r3 begins in the step in which r2 enters a new page."""
     built = wide(model, device=device, max_num_seqs=2)
     assert built.slots == SlotMap(SIZE, True)
     prompts = [prompt[:100], prompt[: 5 * PER_PAGE - 4], prompt[300 : 300 + 2 * PER_PAGE]]

@@ -1,4 +1,4 @@
-"""Matrices in fp8 blocks that ranks divide, also where a division cuts blocks."""
+"""Block-scaled fp8 matrices that ranks divide, also within blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS, HIDDEN = Experts(2), 160
 
 
 def maps(width: int) -> torch.nn.ModuleDict:
-    """The two maps of experts of a width."""
+    """The two matrices of experts of a width."""
     up, down = [Rows("gate_proj", width), Rows("up_proj", width)], [Rows("down_proj", HIDDEN)]
     given = {"dtype": torch.float32, "scheme": Fp8BlockScheme((128, 128))}
     first = ExpertLinear(EXPERTS, HIDDEN, up, "gate_up_proj", **given)
@@ -35,7 +35,7 @@ def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def fill(own: torch.nn.ModuleDict, whole: torch.nn.ModuleDict, group: Group) -> None:
-    """Fill the maps of a rank from one checkpoint."""
+    """Load the parameters of a rank from a checkpoint."""
     for name, part in own.items():
         division = Division(_Declaring(whole[name]), group)
         for weight in division.shared(part.weights(Source()), None):
@@ -43,7 +43,7 @@ def fill(own: torch.nn.ModuleDict, whole: torch.nn.ModuleDict, group: Group) -> 
 
 
 class _Declaring:
-    """A map in the place of a model."""
+    """A module with the parameter, in place of a model."""
 
     def __init__(self, linear: ExpertLinear) -> None:
         self._linear = linear

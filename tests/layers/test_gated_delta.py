@@ -1,4 +1,4 @@
-"""Gated delta nets: the layer against its formulas, and its rows against each other."""
+"""Gated delta nets: the layer compared with its formulas, and rows in a batch with rows alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def net_of(spec: GatedDeltaSpec, seed: int = 0) -> tuple[GatedDeltaNet, dict[str, Tensor]]:
-    """A layer and the checkpoint that filled it."""
+    """A layer and the checkpoint from which it was loaded."""
     net, stored = GatedDeltaNet(spec, HIDDEN, torch.float32), {}
     generator = torch.Generator().manual_seed(seed)
     for weight in net.weights(Source()):
@@ -50,7 +50,7 @@ def net_of(spec: GatedDeltaSpec, seed: int = 0) -> tuple[GatedDeltaNet, dict[str
 
 
 def by_formula(spec: GatedDeltaSpec, stored: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The layer over one whole sequence [T, hidden], token by token, in float64."""
+    """The layer on a whole sequence [T, hidden], token by token, in float64."""
     w = {name: tensor.double() for name, tensor in stored.items()}
     hk, hv, dk, dv = spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim
     r, x = hv // hk, x.double()
@@ -86,7 +86,7 @@ def by_formula(spec: GatedDeltaSpec, stored: dict[str, Tensor], x: Tensor) -> Te
 
 
 class Rows:
-    """The states of a few rows, all NaN, and steps on them.
+    """The states of a few rows, initially NaN, and steps on them.
 
     Args:
         net: the layer.
@@ -102,7 +102,7 @@ class Rows:
         self.net, self.backends = net, Backends([spec], self.pools)
 
     def step(self, parts: Sequence[tuple[int, int, Tensor]], decoding: int = 0) -> list[Tensor]:
-        """Run (row, first slot, inputs [n, hidden]) side by side; the outputs of each."""
+        """Run (row, first slot, inputs [n, hidden]) in one step; returns the outputs of each."""
         count = np.array([len(x) for _, _, x in parts])
         first = np.array([at for _, at, _ in parts])
         row = np.array([number for number, _, _ in parts])
@@ -153,7 +153,7 @@ def test_rows_by_key_head_are_put_in_order() -> None:
 
 
 def test_rows_do_not_see_each_other() -> None:
-    """Rows that begin, go on and decode side by side give what each gives alone."""
+    """Rows that begin, continue and decode in a batch give the results of each row alone."""
     net, _ = net_of(SPEC)
     x = {row: inputs(200, row) for row in range(4)}
     alone = {row: Rows(net, SPEC).run(0, x[row], [60, 61, 200]) for row in x}
@@ -172,7 +172,7 @@ def test_rows_do_not_see_each_other() -> None:
 
 @pytest.mark.parametrize("length", [64, 70, 129, 144, 150, 192])
 def test_cuts_at_chunks_change_no_bit(length: int) -> None:
-    """Of the rule itself: projections of other numbers of tokens may round otherwise."""
+    """Holds for the rule itself: projections of other numbers of tokens may round differently."""
     spec = replace(SPEC, key_dim=16)
     generator = torch.Generator().manual_seed(length)
     whole, parts = Rows(net_of(spec)[0], spec), Rows(net_of(spec)[0], spec)
@@ -188,7 +188,7 @@ def test_cuts_at_chunks_change_no_bit(length: int) -> None:
 
 
 def rows_run(rows: Rows, projected: Tensor, first: int, end: int) -> Tensor:
-    """What enters the output projection."""
+    """The input of the output projection."""
     x = projected[first:end]
     slots = torch.arange(first, end)
     host = StepRows(np.array([1]), np.array([first]), np.array([end - first]), slots.numpy(), 0)
@@ -216,7 +216,8 @@ def test_cutting_rows() -> None:
 
 @pytest.mark.parametrize("decoding", [True, False])
 def test_a_step_whose_rows_the_host_does_not_know(decoding: bool) -> None:
-    """As in a graph: padding is nobody's, and all else is what it is where the host knows them."""
+    """As in a graph: padding belongs to no row, and the rest is the same as with rows known on the
+    host."""
     net, _ = net_of(SPEC)
     lengths = {2: 1, 0: 1, 3: 1} if decoding else {2: 1, 0: 70, 3: 5}
     before, total = 40, sum(lengths.values())

@@ -1,4 +1,4 @@
-"""Linear, norm, embedding and MLP against their definitions."""
+"""Linear, norm, embedding and MLP compared with their definitions."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_mlp():
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_residual_is_summed_and_normed_in_one_place(monkeypatch, at_once):
     """Deltas as tensors and as products, norms of the next reader and of the delta itself; with one
-    op that adds and norms, as on a GPU, and without it."""
+    op that adds and normalizes, as on a GPU, and without it."""
     monkeypatch.setattr(planning, "fuses_add_norm", lambda x: at_once)
     norm = RMSNorm(8, 1e-3, dtype=torch.float32)
     linear = Linear(6, [Rows("w", 8)], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Latent attention in absorbed form against keys and values that are written out by head."""
+"""Latent attention in absorbed form, compared with explicit keys and values per head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN, TOKENS = 24, 9
 
 
 class AllTokens:
-    """A layer whose queries see all tokens before them; keeps what it was given."""
+    """A layer whose queries see all previous tokens; records its inputs."""
 
     def __init__(self, spec: MlaSpec) -> None:
         self.spec = spec
@@ -63,7 +63,7 @@ def built(spec: MlaSpec) -> MlaAttention:
 
 
 def rotated(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """The first 4 numbers of x [T, ..., n] turned, token t by t times 100^(-c / 2)."""
+    """The first 4 values of x [T, ..., n] rotated, token t by the angle t * 100^(-c / 2)."""
     angle = torch.arange(len(x))[:, None] * torch.tensor([1.0, 0.1])
     cos, sin = (f(angle).view(len(x), *(x.dim() - 2) * [1], 2) for f in (torch.cos, torch.sin))
     at = ([0, 2], [1, 3]) if interleaved else ([0, 1], [2, 3])

@@ -1,5 +1,5 @@
-"""Mixtures of experts whose shared expert is one of the experts, or beside them, against the
-formula; whole and as the sum of ranks."""
+"""Mixtures of experts whose shared expert is one of the experts, or separate, compared with the
+formula; as a whole and as the sum over ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ FP8 = Fp8BlockScheme((128, 128))
 
 
 class Rank(Group):
-    """A rank whose sums are left to the test."""
+    """A rank whose sums the test computes."""
 
     def sum(self, x: Tensor) -> Tensor:
         return x
 
 
 class _Declaring:
-    """A mixture in the place of a model."""
+    """A module with the mixture, in place of a model."""
 
     def __init__(self, mixture: MixtureOfExperts) -> None:
         self._mixture = mixture
@@ -42,7 +42,7 @@ class _Declaring:
 
 
 def stored(weight: Weight) -> Tensor:
-    """A tensor of the checkpoint, which depends on its name alone."""
+    """A tensor of the checkpoint, which depends only on its name."""
     g = torch.Generator().manual_seed(sum(i * ord(c) for i, c in enumerate(weight.source)))
     if weight.draw == "experts":
         return torch.rand(weight.shape[0], EXPERTS, generator=g).argsort(1)[:, :ACTIVE]
@@ -53,7 +53,7 @@ def stored(weight: Weight) -> Tensor:
 
 
 def built(spec: MoeFfn, scheme: Scheme, group: Group, found: dict[str, Tensor]) -> MixtureOfExperts:
-    """The mixture of a rank, filled; what the files hold is put into `found`."""
+    """The loaded mixture of a rank; the stored tensors are put into `found`."""
     given = {"dtype": torch.float32, "scheme": scheme}
     whole = MixtureOfExperts(spec, HIDDEN, **given)
     own = MixtureOfExperts(spec.of_rank(group.size), HIDDEN, group, **given)
@@ -62,7 +62,7 @@ def built(spec: MoeFfn, scheme: Scheme, group: Group, found: dict[str, Tensor]) 
         tensors = [stored(weight) for weight in (pair.whole, *pair.whole.beside)]
         names = (weight.source for weight in (pair.whole, *pair.whole.beside))
         found.update(zip(names, tensors, strict=True))
-        # Experts of other ranks have none.
+        # Experts of other ranks have no tensors.
         if pair.own.parameter is not None:
             pair.fill(*tensors)
     return own
@@ -109,7 +109,7 @@ def formula(spec: MoeFfn, found: dict[str, Tensor], x: Tensor, ids: Tensor) -> T
         (16, 32, False, HASHED, PlainScheme(), 2, True),
         (256, 512, False, SIGMOID, FP8, 4, True),
         (192, 192, True, SOFTMAX, FP8, 2, True),
-        # A block of the shared expert would be of two experts.
+        # A block of the shared expert would span two experts.
         (192, 384, False, SIGMOID, FP8, 2, False),
         (16, 24, True, SIGMOID, PlainScheme(), 2, False),
     ],
@@ -151,7 +151,7 @@ def test_the_shared_expert(
 def test_the_shared_expert_beside_whole_experts(
     width: int, shared: int, gated: bool, router: RouterSpec, scheme: Scheme
 ) -> None:
-    """Of two ranks, which have copies of some."""
+    """Two ranks, which have copies of some experts."""
     placement = trivial_placement(EXPERTS, 2, 2)
     places = shared // (2 * width)
     given = {"shared": shared, "shared_gate": gated, "shared_places": places}

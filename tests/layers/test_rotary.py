@@ -1,4 +1,4 @@
-"""Frequencies by their formulas, angles in float32."""
+"""Rotary frequencies, compared with their formulas; angles in float32."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_closed_form():
 
 
 def test_angles_are_float32_products():
-    """At position 500,000 the rounding of the product shows; both factors are float32 too."""
+    """At position 500,000 the rounding of the product is visible; both factors are float32, too."""
     frequencies = standard_frequencies(64, 1e4)
     positions = torch.tensor([0, 1, 500_000, (1 << 20) - 1])
     angle = positions.float()[:, None] * frequencies
@@ -50,7 +50,7 @@ def test_angles_are_float32_products():
 
 
 def test_rotate():
-    """x' = x cos + rotate_half(x) sin; a pair of frequency 0 stays."""
+    """x' = x cos + rotate_half(x) sin; a pair with frequency 0 is unchanged."""
     rotary = Rotary(RotarySpec("hope", 4, 4.0, pairs=1))
     positions = torch.tensor([3, 4])
     cos_sin = rotary.cos_sin(positions, torch.float32)

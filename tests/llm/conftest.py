@@ -1,4 +1,4 @@
-"""Two small models behind the public LLM class, built once."""
+"""Two small models with the public LLM class, created once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DATA = Path(__file__).parent.parent / "data"
 
 @pytest.fixture(scope="session")
 def text_folder() -> Path:
-    """A byte-level model with a tokenizer: token id = byte."""
+    """A byte-level model with a tokenizer: a token id is a byte."""
     return default_model_path()
 
 
 @pytest.fixture(scope="session")
 def token_folder() -> Path:
-    """A model without tokenizer, pages of 16 slots, 256 ids, end of sequence 1."""
+    """A model without tokenizer, with pages of 16 slots, 256 ids, end of sequence 1."""
     return DATA / "goldens" / "hils" / "qwen_gqa4_prior_lora_inrange"
 
 
@@ -37,20 +37,20 @@ def shared_token_llm(token_folder) -> LLM:
 
 @pytest.fixture
 def llm(shared_llm) -> LLM:
-    """The text model; after the test nothing may be left of its requests."""
+    """The text model; no request may be left after the test."""
     yield shared_llm
     assert_idle(shared_llm)
 
 
 @pytest.fixture
 def token_llm(shared_token_llm) -> LLM:
-    """The token model; after the test nothing may be left of its requests."""
+    """The token model; no request may be left after the test."""
     yield shared_token_llm
     assert_idle(shared_token_llm)
 
 
 def assert_idle(llm: LLM) -> None:
-    """No request lives, and every page is free or cached, exactly once."""
+    """No request is left, and every page is either free or cached."""
     core = llm.engine.core
     assert not core.has_work
     assert not core.scheduler.running

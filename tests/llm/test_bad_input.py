@@ -1,4 +1,4 @@
-"""What can never be served is refused in one clear line, leaks nothing, and the rest goes on."""
+"""Invalid input raises one clear error, leaks nothing, and other requests continue."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 @pytest.fixture
 def answer(token_llm):
-    """What the engine answers to a good prompt; asked again after each refusal."""
+    """The output for a good prompt, which is generated again after each error."""
     return token_llm.generate(GOOD, GREEDY)[0].outputs[0].token_ids
 
 
 def refuse(llm, answer, error, words, *prompts, **given):
-    """The call is refused in one line, alone and beside good prompts; then a good one is served."""
+    """The call raises a one-line error, alone and with good prompts; then a good prompt works."""
     for batch in (list(prompts), [GOOD, *prompts, GOOD]):
         with pytest.raises(error, match=words) as caught:
             llm.generate(batch, **{"sampling_params": GREEDY, **given})
@@ -81,7 +81,7 @@ def test_prompts_that_are_no_list(token_llm, prompts):
 
 
 def test_longer_than_the_pool(token_folder):
-    """Both numbers are named; the longest that fits is served."""
+    """The error names both numbers; the longest prompt that fits works."""
     llm = LLM(token_folder, kv_cache_memory=12000 * 9)
     longest = llm.max_model_len
     assert longest < 4096
@@ -227,7 +227,7 @@ def test_more_pages_than_the_host_has_memory(token_folder, monkeypatch):
 
 @pytest.fixture
 def copy(tmp_path, token_folder):
-    """A model folder to damage."""
+    """A model folder to corrupt."""
     return shutil.copytree(token_folder, tmp_path / "model")
 
 

@@ -1,4 +1,4 @@
-"""The public LLM class: results, their order, prompts, streams, chat, interruptions."""
+"""The public LLM class: results, their order, prompts, streams, chat, interrupts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_shape_of_a_result(llm):
 
 
 def test_nothing_but_the_users_list_is_as_long_as_a_prompt_while_steps_run(token_llm, monkeypatch):
-    """Python's collector walks every list that is young, and a prompt may have a million ids."""
+    """Python's garbage collector traverses every young list, and a prompt may have a million
+    ids."""
     prompt, found, step = ids(11, 777), [], token_llm.engine.core.step
 
     def watched():
@@ -119,7 +120,7 @@ def test_every_form_of_a_prompt_is_the_same_prompt(llm):
 
 
 def test_results_stand_in_the_order_of_the_prompts(token_llm):
-    """Shorter requests end earlier, and more are given than run at once."""
+    """Shorter requests end earlier, and there are more requests than can run."""
     prompts = [{"prompt_token_ids": ids(i, 1 + 7 * ((i * 5) % 11))} for i in range(20)]
     params = [
         SamplingParams(temperature=0, max_tokens=1 + (i * 7) % 9, ignore_eos=True)
@@ -296,7 +297,7 @@ def test_a_stream_has_one_continuation(token_llm):
 
 
 def test_a_stream_moved_by_other_calls_loses_nothing(llm):
-    """generate() inside a stream steps both; the stream tells later what it missed."""
+    """generate() inside a stream steps both; the stream then yields what it missed."""
     (whole,) = llm.generate("def f(", GREEDY)
     stream = llm.stream("def f(", GREEDY)
     pieces = [next(stream)[0]]
@@ -325,7 +326,7 @@ def test_two_streams_side_by_side(llm):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_an_interrupted_step_leaves_the_llm_usable(token_llm, monkeypatch, error, at):
-    """Ctrl-C inside the model, at prefill and at decode; half of the requests are still waiting."""
+    """Ctrl-C inside the model, at prefill and at decode; half of the requests are still queued."""
     prompts = [{"prompt_token_ids": ids(i, 60)} for i in range(16)]
     want = tokens_of(token_llm.generate(prompts, GREEDY))
     executor = token_llm.engine.core.executor
@@ -352,7 +353,7 @@ def test_statistics_add_up(token_folder):
     assert stats.generated_tokens == 18
     assert stats.decode_tokens == 15
     assert stats.steps == 6
-    # Two layers; each prompt's 25 tokens and one landmark have run.
+    # Two layers; 25 tokens and one landmark of each prompt have run.
     assert stats.queries == 2 * 3 * 26
     assert 0 < stats.pages_read <= stats.pages_held
     assert stats.prefill_seconds > 0

@@ -1,4 +1,4 @@
-"""Grammars through the LLM."""
+"""Grammars with the LLM class."""
 
 from __future__ import annotations
 

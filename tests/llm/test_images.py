@@ -1,4 +1,4 @@
-"""Images and videos given to LLM.generate and LLM.chat."""
+"""Images and videos in LLM.generate and LLM.chat."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_without_an_encoder(folder):
     prompt = {"prompt_token_ids": [IMAGE], "multi_modal_data": {"image": ONE}}
     with pytest.raises(BadRequest, match="reads text only"):
         blind.generate(prompt, GREEDY, use_tqdm=False)
-    # An id of a placeholder is a token like others where no image is given.
+    # Without an image, the id of a placeholder is an ordinary token.
     assert blind.generate({"prompt_token_ids": [IMAGE, 5]}, GREEDY, use_tqdm=False)
 
 

@@ -1,4 +1,4 @@
-"""What sampling parameters do to the tokens, and what log-probabilities say, through the LLM."""
+"""Effects of sampling parameters, and log-probabilities, with the LLM class."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first(llm, prompt, **params):
 
 
 def line(entry) -> np.ndarray:
-    """A whole-vocabulary entry as [V]."""
+    """A whole-vocabulary entry as an array [V]."""
     assert set(entry) == set(range(VOCAB))
     return np.array([entry[token].logprob for token in range(VOCAB)])
 
@@ -38,7 +38,8 @@ def golden(folder, length: int):
 
 
 def test_logprobs_are_over_the_user_vocabulary(token_llm, token_folder):
-    """Whole lines equal the log-softmax of the reference's user logits: they sum to one there."""
+    """Entries equal the log-softmax of the reference's user logits, whose probabilities sum to
+    one."""
     want = golden(token_folder, 53)
     prompt = want["input_ids"].tolist()
     params = {"temperature": 0, "logprobs": -1, "prompt_logprobs": -1}
@@ -85,7 +86,8 @@ def test_alternatives_are_decoded(llm):
 
 @pytest.fixture
 def loud_padding(tmp_path, token_folder):
-    """The head rows of landmark and padding far larger than the user's, in an untied model."""
+    """The head's rows of landmark and padding are far larger than the user's, in an untied
+    model."""
     config = (token_folder / "config.json").read_text()
     at = tmp_path / "loud"
     at.mkdir()
@@ -113,7 +115,7 @@ def test_landmark_and_padding_never_appear(token_folder, loud_padding):
 
 
 def test_logprobs_are_those_of_the_model_whatever_is_adjusted(token_llm):
-    """As vLLM reports them: before bias, penalties and temperature."""
+    """As in vLLM: before bias, penalties and temperature."""
     prompt = ids(3, 20)
     plain = first(token_llm, prompt, max_tokens=1, temperature=0, logprobs=-1)
     for change in (
@@ -135,7 +137,7 @@ def test_logit_bias(token_llm):
 
 
 def test_presence_and_frequency_penalties(token_llm):
-    """With the largest penalty on a flattened distribution nothing comes twice for long."""
+    """With the largest penalty on a flat distribution, no token repeats for a long time."""
     flat = {"temperature": 0, "max_tokens": 40}
     repeated = first(token_llm, ids(3, 20), logit_bias={5: 100.0}, **flat)
     assert set(repeated.token_ids) == {5}
@@ -153,7 +155,7 @@ def test_presence_and_frequency_penalties(token_llm):
 
 
 def test_penalties_follow_the_formula(token_llm):
-    """Each greedy choice replayed from the reported log-probabilities of the same step."""
+    """Each greedy token, recomputed from the reported log-probabilities of the same step."""
     prompt, params = (
         ids(3, 20),
         {"presence_penalty": 1.5, "frequency_penalty": 0.7, "repetition_penalty": 1.4},
@@ -161,7 +163,8 @@ def test_penalties_follow_the_formula(token_llm):
     output = first(token_llm, prompt, temperature=0, max_tokens=30, logprobs=-1, **params)
     counts = np.zeros(VOCAB)
     for token, entry in zip(output.token_ids, output.logprobs, strict=True):
-        # Repetition divides logits, which log-probabilities give up to a constant: skip close ones.
+        # The repetition penalty divides logits, which log-probabilities give up to a constant: skip
+        # close ones.
         logprobs = line(entry)
         shifted = logprobs - params["presence_penalty"] * (counts > 0)
         shifted -= params["frequency_penalty"] * counts
@@ -208,7 +211,7 @@ def test_greedy_and_drawn_rows_share_a_batch(token_llm):
 
 
 def test_a_seed_draws_the_same_in_any_schedule(token_llm, token_folder):
-    """In a batch, alone, chunked, from a warm cache, and with pages taken away meanwhile."""
+    """In a batch, alone, in chunks, with a warm cache, and with preemptions."""
     prompts = [ids(40 + i, 60) for i in range(5)]
     params = {"seed": 11, "max_tokens": 40, "frequency_penalty": 0.5}
     want = [first(token_llm, prompt, **params).token_ids for prompt in prompts]
@@ -243,7 +246,7 @@ def test_extreme_values_still_draw_tokens(token_llm, extreme):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_draws_follow_the_distribution(token_llm, temperature):
-    """Chi-square of 600 draws of one token against softmax(logits / temperature)."""
+    """Chi-square test of 600 samples of one token against softmax(logits / temperature)."""
     prompt = ids(8, 12)
     entry = first(token_llm, prompt, max_tokens=1, temperature=0, logprobs=-1).logprobs[0]
     expected = torch.softmax(torch.tensor(line(entry)) / temperature, -1).numpy()

@@ -1,4 +1,4 @@
-"""Guessed tokens behind the public class: answers as without, and counted."""
+"""Speculative decoding with the public class: the same outputs, and counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def guessing(text_folder) -> LLM:
         kv_cache_memory="32MiB",
         speculative_config={"method": "ngram", "num_speculative_tokens": 5},
     )
-    # Whether guesses pay is measured: here they run all the same.
+    # Force drafts, which otherwise depend on measured times.
     found.engine.core.scheduler.pace = None
     return found
 
@@ -67,7 +67,7 @@ def test_answers_are_those_without_guesses(llm, guessing) -> None:
     ids=lambda adjusted: next(iter(adjusted)),
 )
 def test_penalties_and_grammars_count_guesses(llm, guessing, adjusted) -> None:
-    """Penalties count the guesses in front of a choice, and grammars follow them."""
+    """Penalties count the guesses before a position, and grammars follow them."""
     before = guessing.stats()
     params = SamplingParams(**{"temperature": 0, "max_tokens": 60, **adjusted})
     prompts = [VERSE * 3, "[1, 2, 3, 1, 2, 3, 1, 2, 3, "]

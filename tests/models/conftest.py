@@ -1,4 +1,4 @@
-"""A step without paging: one row, its whole sequence, attention written out from its formulas.
+"""A step without paging: one row with its whole sequence, and attention computed from its formulas.
 
 It is slow and independent of the engine's ops, cache and backends, so it tells whether a model is
 right before any of those is.
@@ -44,7 +44,7 @@ class PlainLayer:
 
 
 class PlainBatch:
-    """All slots of one sequence as one step; the step and its batch in one.
+    """All slots of one sequence as one step; both the step and its batch.
 
     Args:
         spec: the model.
@@ -180,7 +180,7 @@ def _pool(mu: Tensor, paged: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def run_plain(model: Any, tokens: Tensor) -> tuple[Tensor, PlainBatch]:
-    """Logits [N, V] at the user tokens, and the step they came from."""
+    """Logits [N, V] at the user tokens, and the step that computed them."""
     batch = PlainBatch(model.spec, tokens)
     with torch.inference_mode():
         logits = model.logits(model(batch)[batch.is_user])
@@ -210,13 +210,13 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture
 def tiny() -> dict[str, Any]:
-    """Config of a small landmark model: layer 0 plain, layer 1 landmarks."""
+    """Config of a small landmark model: layer 0 is plain, layer 1 has landmarks."""
     return json.loads(json.dumps(TINY))
 
 
 @pytest.fixture
 def drawn() -> Callable[[Mapping[str, Any]], Any]:
-    """A random model of a config."""
+    """A random model with a config."""
 
     def make(config: Mapping[str, Any]) -> Any:
         spec = load_spec(config)

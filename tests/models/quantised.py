@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every quantised format, and the numbers that they stand for.
+"""Tiny random checkpoints of every quantised format, and their dequantised values.
 
 Codes are packed by `tests.ops.weight_only.packers`, which shares nothing with the library.
 """
@@ -23,7 +23,7 @@ GROUP = 32
 E4M3 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 Stored = tuple[dict[str, Tensor], Tensor]
-"""Tensors of a matrix by the ends of their names, and the matrix [out, in] that they stand for."""
+"""Tensors of a matrix by the ends of their names, and the matrix [out, in] that they encode."""
 
 
 def _integers(rows: int, columns: int, bits: int) -> tuple[np.ndarray, np.ndarray, Tensor, Tensor]:
@@ -43,7 +43,7 @@ def _value(codes: np.ndarray, zeros: Any, scales: Tensor, groups: Tensor) -> Ten
 def gptq(rows: int, columns: int, bits: int = 4, ordered: bool = False, less: int = 1) -> Stored:
     codes, zeros, scales, groups = _integers(rows, columns, bits)
     if ordered:
-        # Maps of the same input have the same order.
+        # Matrices with the same input have the same order.
         order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
         groups = groups[order]
     tensors = {
@@ -194,7 +194,7 @@ MOE = {
 
 
 def is_quantised(name: str) -> bool:
-    """Whether a matrix of these models is, by its name."""
+    """Whether a tensor is a quantised matrix of these models, by its name."""
     inner = name.endswith("_proj.weight") and ".layers." in name
     return inner and f"{PLAIN}." not in name
 

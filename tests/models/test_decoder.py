@@ -1,4 +1,5 @@
-"""The decoder's ways for few tokens, for some and for many, against the plain definitions."""
+"""The decoder's code paths for few, several and many tokens, compared with the plain
+definitions."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from cairn.ops.registry import force
 
 @pytest.mark.parametrize("tokens", [1, 2, 10, 20, 70, 140])
 def test_the_ways_of_the_products_agree(tiny, drawn, plain, tokens):
-    """Of few tokens, of some, for which a norm is done with the sum before it, and of many. In
-    between only the norm behind a product of many columns is, as if so few were many."""
+    """Few tokens; several tokens, for which a norm is fused with the sum before it; and many. In
+    between, only the norm after a product of many columns is fused."""
 
     def run(model):
         for number, block in enumerate(model.layers):  # no norm is like another

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5: config.json as a spec, and what is read of their checkpoints."""
+"""DeepSeek-V3.2 and GLM-5: config.json to a spec, and the tensors that are read."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_a_scale_that_is_missing_or_misshapen(tmp_path):
 
 
 def fill_memory(monkeypatch):
-    """Parameters hold bytes of 255 before they are read: NaN, and e8m0's NaN."""
+    """Parameters are filled with bytes of 255 before loading: NaN, also in e8m0."""
     empty = torch.nn.Module.to_empty
 
     def filled(module, **where):
@@ -314,8 +314,8 @@ def test_a_scale_that_nothing_fills_is_named_and_is_zero(monkeypatch):
 
 @pytest.mark.parametrize("case", ["v32_fp8_scale_ue8m0", "glm_freq4_offset3"])
 def test_every_number_of_a_model_is_read_from_its_files(case, monkeypatch):
-    """Memory that holds NaN and 255 before they are read gives the same model: no scale, and no
-    other parameter, keeps what was there."""
+    """Uninitialised memory that contains NaN and 255 gives the same model: loading overwrites all
+    scales and parameters."""
     wanted = load(GOLDENS / case)
     fill_memory(monkeypatch)
     found = dict(load(GOLDENS / case).named_parameters())

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's config.json: both spellings, defaults, and what is refused."""
+"""DeepSeek-V4's config.json: both spellings, defaults, and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_published_fields() -> None:
     assert [sparse.reach, found[2].reach] == [8, 128]
     assert [mixer.rotary.theta for mixer in spec.mixers] == [10000, 160000, 160000, 160000]
     assert [mixer.rotary.scaling for mixer in spec.mixers[:2]] == [None, YarnSpec(16, 65536)]
-    # No temperature of YaRN: cos and sin have no factor.
+    # YaRN without temperature: cos and sin have no factor.
     assert {mixer.rotary.attention_factor for mixer in spec.mixers} == {1.0}
     assert (spec.mixers[0].head_dim, spec.mixers[0].rotary.head_dim) == (512, 64)
     assert [layer.ffn.router.table_rows for layer in spec.layers] == [129280] * 3 + [0]
@@ -61,7 +61,7 @@ def test_the_draft_layer_by_the_released_names() -> None:
     others += [f"{name}.weight" for name in (*maps, *norms)] + [f"{name}.scale" for name in maps]
     assert own == {f"mtp.0.{name}" for name in others}
     assert "mtp.0.ffn.experts.255.w2.scale" in names
-    # Of another rate, or of several layers, there is none that can be used.
+    # A draft layer with another compression rate, or several draft layers, cannot be used.
     for change in ({"compress_ratios": [0, 4, 128, 4, 4]}, {"num_nextn_predict_layers": 2}):
         assert load_spec(FLASH | change).draft_layer is None
 

@@ -1,4 +1,5 @@
-"""Dense families: their configs, and Qwen3's logits against the plain layers of landmark models."""
+"""Dense families: their configs, and Qwen3's logits compared with the plain layers of landmark
+models."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def test_windows():
 
 
 def test_longest_context():
-    """YaRN reaches its factor times the original context; the base of `dynamic` would change with a
-    sequence's length."""
+    """YaRN extends the context by its factor; the base of `dynamic` would depend on the sequence
+    length."""
     config = {"model_type": "qwen2", "max_position_embeddings": 32768}
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     assert load_spec(config | {"rope_scaling": yarn}).max_model_len == 131072
@@ -45,7 +46,7 @@ def test_longest_context():
 
 
 def test_biases():
-    """Qwen2 has biases in q, k and v alone; Llama's switch is of the output projection too."""
+    """Qwen2 has biases in q, k and v only; Llama's option includes the output projection."""
     own = load_spec({"model_type": "qwen2"}).mixers[0]
     assert (own.bias, own.out_bias) == (True, False)
     own = load_spec({"model_type": "llama", "attention_bias": True}).mixers[0]

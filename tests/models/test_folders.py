@@ -1,4 +1,4 @@
-"""Paths that are no model folder: each is refused with what to give instead."""
+"""Paths that are not model folders: each error says what to give instead."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Qwen3 and Qwen3.5 with experts in fp8 blocks: they give what the dequantised weights give, and
-what `modules_to_not_convert` names is read as it is."""
+"""Qwen3 and Qwen3.5 with experts in fp8 blocks give the results of the dequantised weights;
+matrices of `modules_to_not_convert` are read unconverted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def quantized(model_type: str, **more: Any) -> dict[str, Any]:
 
 
 def tensors_of(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Random ones of every name that the model reads, scales that belong to codes among them."""
+    """Random tensors of every name that the model reads, including the scales of codes."""
     torch.manual_seed(5)
     found: dict[str, Tensor] = {}
     for name, weight in declared(load_spec(config)).items():

@@ -1,4 +1,4 @@
-"""Gemma 3's config.json, with a vision encoder beside it and without."""
+"""Gemma 3's config.json, with and without a vision encoder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_newer_files_have_a_rotary_for_each_kind():
 
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_the_decoder_of_a_model_with_vision(tmp_path, prefix):
-    """Names in the files begin as the exporting library had it."""
+    """The prefix of tensor names depends on the exporting library."""
     config = {"model_type": "gemma3", "text_config": TEXT, "vision_config": {}, "eos_token_id": [1]}
     names = declared(load_spec(config))
     tensors = {

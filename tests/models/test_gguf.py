@@ -1,4 +1,4 @@
-"""A GGUF file is a model: its logits are those of a folder with the numbers of its blocks."""
+"""GGUF files as models: logits equal those of a folder with the dequantised values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3moe", {**MOE, "hidden_size": 256, "moe_intermediate_size": 256}),
 }
 KINDS = {"q_proj": "Q8_0", "down_proj": "Q4_0", "up_proj": "Q5_1", "embed_tokens": "F16"}
-"""Formats that the package writes; other matrices are float32."""
+"""Formats that the gguf package can write; other matrices are float32."""
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
@@ -62,7 +62,7 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write(path: Path, architecture: str, config: dict[str, Any]) -> dict[str, Tensor]:
-    """A file of random numbers, and those as they are in it, by Hugging Face's names."""
+    """A file of random values, and the dequantised tensors by Hugging Face's names."""
     torch.manual_seed(2)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config["num_hidden_layers"])

@@ -1,4 +1,4 @@
-"""Every golden case of the reference model, through the plain attention of conftest."""
+"""All golden cases of the reference model, with the plain attention of conftest."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_golden(case, plain):
 
 @pytest.mark.parametrize("case", CASES)
 def test_first_greedy_token_is_the_last_user_token_s(case, plain):
-    """Also for prompts that end exactly before a landmark."""
+    """Also for prompts that end directly before a landmark."""
     spec = load_spec(GOLDENS / case)
     model = load_model(GOLDENS / case, spec, torch.float32, "cpu")
     vectors = load_file(GOLDENS / case / "vectors.safetensors")

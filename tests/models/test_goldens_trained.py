@@ -1,4 +1,4 @@
-"""The embedded model against the logits of the implementation that trains it."""
+"""The embedded model compared with logits of the implementation that trained it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json of the landmark families: defaults, derived rules, refusals."""
+"""config.json of the landmark families: defaults, derived values, errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.specs.model import describe
 from cairn.specs.rotary import RotarySpec
 from tests.specs import bytes_per_token, declared, hils_of, kinds, parameter_count
 
-# What the released schema says for absent keys; the window has no default without a sliding window.
+# The released schema's values of absent keys; the window has no default without a sliding window.
 DEFAULTS = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -280,7 +280,7 @@ def test_rope_parameters_replace_rope_theta():
 
 
 def test_helpers_of_the_released_small_model():
-    """345M: 16 layers, hidden 1024, 16 / 2 heads; a page costs 32 KiB and 2112 bytes a layer."""
+    """345M: 16 layers, hidden 1024, 16 / 2 heads; a page takes 32 KiB and 2112 bytes per layer."""
     spec = load_spec(
         bare(
             vocab_size=100278,

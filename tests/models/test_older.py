@@ -1,4 +1,4 @@
-"""The older schema: renamed keys, keys without effect, refusals by name."""
+"""The older schema: renamed keys, keys without effect, errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_renamed_keys():
     assert spec.architecture == "qwen_hils"
     assert (hils_of(spec).topk, hils_of(spec).window) == (32, 512)
     assert spec.mixers[3].rotary is not None
-    # Absent means the same as in the released generation.
+    # Absent keys have the defaults of the released schema.
     assert hils_of(spec).softmax1 and hils_of(spec).bias_by_entropy and hils_of(spec).lmk_q is None
     olmo = older(
         model_type="olmo_lhsa", adjust_lmk_pos=True, replace_full_attention_with_lhsa=False

@@ -1,4 +1,4 @@
-"""Quantised checkpoints give what their dequantised weights give."""
+"""Quantised checkpoints give the results of their dequantised weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = [[int(n) for n in np.random.default_rng(0).integers(0, 64, 20)]]
 
 
 def logits(folder: Path, **options: Any) -> np.ndarray:
-    """Of every token of the prompt, as log-probabilities."""
+    """Log-probabilities after each token of the prompt."""
     given = {"dtype": "float32", "device": "cpu", "page_size": 16, "kv_cache_memory": "1MiB"}
     built = build(folder, EngineOptions(**given | options))
     [got] = run(built, PROMPTS, greedy(1, prompt_logprobs=True))
@@ -77,7 +77,7 @@ IGNORED = ("input_scale", "input_global_scale", "weight_shape")
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_tensor_that_is_not_there_or_of_another_shape_is_named(form: str, tmp_path: Path) -> None:
-    """Codes, scales and zero points of a matrix, each cut by a line or left out."""
+    """Codes, scales and zero points of a matrix, each with a row removed, or omitted."""
     stored, _ = folders(tmp_path, DENSE, form)
     tensors, first = load_file(stored / "model.safetensors"), "model.layers.1.self_attn.k_proj."
     own = [name for name in tensors if name.startswith(first) and not name.endswith(IGNORED)]
@@ -145,7 +145,7 @@ def test_a_folder_may_have_gptqs_own_file_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["gptq 4", "gptq act order", "w8a8 int8", "w8a8 fp8"])
 def test_packed_experts_give_what_dequantised_ones_give(form: str, tmp_path: Path) -> None:
-    """What a GPU runs."""
+    """The implementation for GPUs."""
     stored, _ = folders(tmp_path, MOE, form)
     model = load_model(stored, load_spec(stored), "float32", "cpu")
     ffn = model.layers[0].ffn
@@ -161,8 +161,8 @@ def test_packed_experts_give_what_dequantised_ones_give(form: str, tmp_path: Pat
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMATS)
 def test_dense_on_a_gpu(form: str, tmp_path: Path) -> None:
-    """In float32 as the dequantised model; in bfloat16, where tokens of W8A8 are rounded to 8 bits,
-    near it, and the same in graphs as without."""
+    """In float32 as the dequantised model; in bfloat16, where W8A8 rounds activations to 8 bits,
+    close to it, and equal with and without graphs."""
     stored, plain = folders(tmp_path, DENSE, form)
     exact, cuda = logits(plain), {"device": "cuda", "disable_cuda_graph": True}
     assert difference(logits(stored, **cuda), exact) < 1e-3
@@ -188,8 +188,8 @@ def divergence(exact: np.ndarray, coarse: np.ndarray) -> float:
 
 
 def in_graphs(folder: Path) -> None:
-    """Decode steps of one to three rows in CUDA graphs give what they give operation by operation,
-    up to a token that another order of sums changes."""
+    """Decode steps of one to three rows in CUDA graphs give the results of eager steps, up to a
+    token that another order of sums changes."""
     prompts = [PROMPTS[0][:length] for length in (20, 3, 9)]
     given = {"dtype": "bfloat16", "device": "cuda", "page_size": 16, "max_num_seqs": 4}
     found = []

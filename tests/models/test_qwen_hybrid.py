@@ -1,4 +1,4 @@
-"""Qwen3 with experts, Qwen3-Next and Qwen3.5: config.json as a ModelSpec, and which tensors are
+"""Qwen3 with experts, Qwen3-Next and Qwen3.5: config.json as a ModelSpec, and the tensors that are
 read."""
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ TINY = {
 
 
 def layers(spec: ModelSpec, kind: type) -> list[int]:
-    """Numbers of the layers with this kind of mixer or feed-forward part."""
+    """Indices of the layers with this kind of mixer or feed-forward part."""
     parts = [(layer.mixer, layer.ffn) for layer in spec.layers]
     return [i for i, both in enumerate(parts) if any(type(part) is kind for part in both)]
 
 
 def tiny(model_type: str, **more: Any) -> dict[str, Any]:
-    """A small config; nested where the family is."""
+    """A small config; nested if the family nests it."""
     sparse = "moe" in model_type or model_type == "qwen3_next"
     fields = {n: v for n, v in TINY.items() if sparse or not ("expert" in n or "moe" in n)}
     if model_type in ("qwen3_5", "qwen3_5_moe"):
@@ -98,7 +98,7 @@ def test_which_layers():
     sparse = base | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}
     assert layers(load_spec(sparse), MoeFfn) == [1]
     assert layers(load_spec(base | {"num_experts": 0}), MoeFfn) == []
-    # Every layer of the newer family has experts, and weights are always divided.
+    # All layers of the newer family have experts, and weights are always normalized.
     newer = load_spec(tiny("qwen3_5_moe_text", norm_topk_prob=False, mlp_only_layers=[0]))
     assert layers(newer, MoeFfn) == [0, 1, 2, 3]
     assert newer.layers[0].ffn.router.renormalize
@@ -122,7 +122,7 @@ def test_nested_fields():
     spec = load_spec(config)
     assert (spec.prefix, spec.eos_token_ids, spec.tied) == ("model.language_model.", (5,), True)
     assert spec.dtype == "bfloat16" and spec.architecture == "qwen3_5"
-    # Fields at the top level win, and overrides reach what is nested.
+    # Fields at the top level take precedence, and overrides apply to nested ones.
     config |= {"eos_token_id": [7, 8], "tie_word_embeddings": False, "dtype": "float16"}
     spec = load_spec(config, {"num_hidden_layers": 2, "full_attention_interval": 2})
     assert (spec.eos_token_ids, spec.tied, spec.num_layers) == ((7, 8), False, 2)
@@ -202,7 +202,7 @@ def test_experts_in_one_tensor_or_one_by_one(tmp_path):
             for name in ("gate", "up", "down")
         )
         fused |= {f"{own}gate_up_proj": torch.cat((gate, up), 1), f"{own}down_proj": down}
-    # What is no part of the text model is passed over.
+    # Tensors that are not part of the text model are ignored.
     more = {"mtp.fc.weight": torch.zeros(2), "model.visual.merger.norm.bias": torch.zeros(3)}
     save(tmp_path / "fused", config, tensors | fused | more)
     models = [

@@ -1,4 +1,4 @@
-"""The encoder of images, and a whole model with it, against transformers."""
+"""The image encoder, and a whole model with it, compared with transformers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_embeddings_are_the_references(reference) -> None:
 @shows("qwen3_5", "reference logits", "chunked prefill", "images")
 @pytest.mark.parametrize("chunk", [7, 4096])
 def test_logits_are_the_references(reference, chunk: int) -> None:
-    """Of a prompt with images and a video, and of what is generated behind it."""
+    """Logits of a prompt with images and a video, and of the generated tokens."""
     model, folder = reference
     media = media_spec()
     images = [prepared_image(picture(7, 40, 24), media), prepared_image(picture(8), media)]

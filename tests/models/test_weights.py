@@ -1,4 +1,4 @@
-"""Loading: every tensor accounted for in both directions, damaged files refused."""
+"""Loading: every tensor is used or reported, corrupted files are errors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_tensor_matters(variant, tmp_path, tiny, plain):
-    """Each tensor of the file, changed alone, changes the logits."""
+    """Changing any tensor of the file changes the logits."""
     (tmp_path / "config.json").write_text(json.dumps(tiny | VARIANTS[variant]))
     tensors = random_tensors(load_spec(tmp_path))
     save_file(tensors, tmp_path / "model.safetensors")
@@ -95,7 +95,7 @@ def test_rows_beyond_the_landmark_do_not_matter(folder, plain):
 
     rewrite(folder, landmark)
     changed, _ = plain(load(folder), TOKENS)
-    # Tokens before the first landmark cannot know of it.
+    # Tokens before the first landmark do not depend on it.
     assert torch.equal(changed[:7], base[:7]) and not torch.allclose(changed[7:], base[7:])
 
 
@@ -185,9 +185,9 @@ def test_buffers_of_older_exports_change_nothing(folder, plain, name, value, kno
     ("ranks", "own", "pieces", "read"),
     [
         (2, (6, 3), (), [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]),
-        # Each piece is divided by itself.
+        # Each piece is divided separately.
         (2, (6, 3), (4, 8), [[0, 1, 4, 5, 6, 7], [2, 3, 8, 9, 10, 11]]),
-        # Two ranks read the same where there are fewer parts than ranks.
+        # With fewer parts than ranks, two ranks read the same part.
         (4, (6, 3), (), [[0, 1, 2, 3, 4, 5]] * 2 + [[6, 7, 8, 9, 10, 11]] * 2),
         (2, (12, 3), (), [[*range(12)]] * 2),
     ],

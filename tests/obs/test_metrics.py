@@ -19,7 +19,7 @@ def made(stats=None, step_age=0.0):
 
 
 def scraped(metrics, replica="0"):
-    """Every sample by name and labels, the model's name and the replica left out."""
+    """All samples by name and labels, without model name and replica."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
@@ -55,7 +55,7 @@ def test_names_that_dashboards_of_the_field_ask_for():
 
 
 def test_every_total_of_the_engine_is_shown():
-    """Each field has a value of its own and is found under its name."""
+    """Each field has a distinct value and is exported under its name."""
     names = Stats.__struct_fields__
     values = {name: i + 2 for i, name in enumerate(names)}
     reasons = {key: {"ticket": values[key], "damaged": 1} for key, _ in BY_REASON.values()}
@@ -98,7 +98,7 @@ def test_before_the_engine_serves_there_are_phases_only():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Time that passes only when told."""
+    """A fake clock."""
     now = SimpleNamespace(value=100.0)
     monkeypatch.setattr(module.time, "perf_counter", lambda: now.value)
     return now

@@ -1,4 +1,4 @@
-"""Graphs without a GPU."""
+"""CUDA graphs without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.runner.capture import Captured
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """The CPU plays the GPU, and a graph is its function run again."""
+    """The CPU acts as a GPU, and replaying a graph calls its function again."""
     make = torch.zeros
 
     def zeros(*shape, pin_memory=False, **options):

@@ -1,5 +1,4 @@
-"""What graphs are captured of where no GPU takes part: a model without layers, whose choices follow
-from slot and row."""
+"""A model without layers, whose tokens follow from slot and row, to test graphs without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ VOCAB, LANDMARK, MAX_PAGES = 23, 23, 40
 
 
 class NoBackends:
-    """Those of no layers.
+    """Backends of a model without layers.
 
     Attributes:
         cuts: of the step planned last.
@@ -38,7 +37,7 @@ class NoBackends:
 
 
 class Model:
-    """Its logits are largest where slot and row say."""
+    """Its largest logit is determined by slot and row."""
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
@@ -52,12 +51,12 @@ class Model:
 
 
 def chosen(slot: int, row: int) -> int:
-    """The token that the model takes behind a slot."""
+    """The token that the model generates after a slot."""
     return (slot * 7 + row) % VOCAB
 
 
 def check_batch(batch: Batch, layout: Layout, told: np.ndarray, spare: Sequence[int]) -> None:
-    """A graph's batch is the layout, and padding behind it that reaches nobody.
+    """A graph's batch equals the layout, with padding that belongs to no row.
 
     Args:
         told: last tokens of the rows.

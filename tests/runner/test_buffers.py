@@ -1,4 +1,4 @@
-"""A step's tensors by name, and what stands behind them where graphs read."""
+"""A step's tensors by name, and the padding after them that graphs read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = StepArrays._fields[:-1]
 
 
 def arrays(slots: int, completed: int, groups: int, first: int = 0) -> StepArrays:
-    """Every number is another one."""
+    """All values are distinct."""
     sizes = [slots] * 4 + [completed] * 2 + [slots] * groups
     ends = np.cumsum(sizes)
     numbers = np.arange(first, first + ends[-1])
@@ -64,10 +64,10 @@ def test_a_batch_has_the_fields_and_each_groups_place():
 @pytest.mark.parametrize("groups", [0, 1, 2])
 @pytest.mark.parametrize("slots, bucket", [(5, 8), (8, 8), (1, 16)])
 def test_a_step_is_padded_to_its_bucket(slots, bucket, groups, device):
-    """Padding runs in row 0, in no slot; it completes nobody's page and writes to nobody's."""
+    """Padding runs in row 0 without a slot; it completes no page and writes to none."""
     spare, closing, done = (40, 80)[:groups], 4, min(2, slots)
     buffers = StepBuffers(16, spare, torch.device(device))
-    # What stood there before is gone.
+    # The old values are overwritten.
     buffers.write(arrays(16, 16, groups, first=1000), 16)
     given = arrays(slots, done, groups)
     buffers.write(given, bucket)
@@ -97,6 +97,6 @@ def test_buffers_have_fixed_addresses():
     assert first.slot[:20].tolist() == arrays(20, 1, 1).slot.tolist()
     held = buffers.memory.untyped_storage().data_ptr()
     assert first.ids.untyped_storage().data_ptr() == held
-    # The largest step finds room.
+    # The largest step fits.
     buffers.write(arrays(64, 64, 1), 64)
     assert buffers.fields(64, 64).completed_pages.tolist() == list(range(5 * 64, 6 * 64))

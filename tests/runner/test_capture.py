@@ -1,4 +1,4 @@
-"""On which stream steps are captured, and what waits for it; no GPU takes part."""
+"""The streams on which steps are captured, and the steps that wait for captures; without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stream:
 
 @pytest.fixture
 def played(monkeypatch):
-    """The main stream, and those that graphs were captured on."""
+    """The main stream, and those on which graphs were captured."""
     main, used = Stream(), []
 
     def graph(graph, pool, stream, capture_error_mode):
@@ -77,7 +77,7 @@ def test_work_of_a_failed_rehearsal_is_awaited(played):
 
 @pytest.mark.parametrize("fails", [0, 1])
 def test_ranks_capture_a_graph_together_or_not_at_all(played, fails):
-    """With memory for it on one of two ranks none has the graph."""
+    """If only one of two ranks has memory for a graph, neither has the graph."""
     asked = []
 
     class Pair(Group):

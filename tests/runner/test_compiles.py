@@ -1,4 +1,4 @@
-"""Kernels are compiled for a model, never for a length."""
+"""Kernels are compiled per model, not per length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST = 4000
 
 
 class Compiled:
-    """What Triton compiles, or loads from its cache: each kernel with what makes it another one."""
+    """Kernels that Triton compiles or loads from its cache, each with its specialization."""
 
     def __init__(self) -> None:
         self.known: dict[str, list[dict[str, str]]] = {}
@@ -36,7 +36,7 @@ class Compiled:
 
 @pytest.fixture
 def compiled(monkeypatch) -> Compiled:
-    """From here on."""
+    """Start to record."""
     runtime = pytest.importorskip("triton").knobs.runtime
     found = Compiled()
     monkeypatch.setattr(runtime, "jit_cache_hook", found)
@@ -59,8 +59,8 @@ def answer(llm: LLM, rng: random.Random, lengths: list[int]) -> None:
 
 @pytest.mark.gpu
 def test_fifty_lengths_compile_nothing_after_warm_up(llm, compiled):
-    """Steps of few and of many tokens come first, by themselves and behind those of a row that
-    select all pages there are; then any others, alone and together."""
+    """Steps of few and of many tokens first, alone and after those of a row that selects all pages;
+    then any others, alone and together."""
     rng = random.Random(3)
     early = int(llm._built.slots.tokens_in(llm._built.runner.front_slots[0]))
     powers = [2**n for n in range(2, 12)]

@@ -1,4 +1,4 @@
-"""Which guesses of a step count, against a comparison token by token."""
+"""Accepted guesses of a step, compared with a check token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_step_without_guesses_has_none():
 
 
 def accepted(guesses: list[int], chosen: list[int]) -> list[int]:
-    """The choices of one row that count."""
+    """The accepted tokens of one row."""
     kept = []
     for i, token in enumerate(chosen):
         kept.append(token)
@@ -38,8 +38,8 @@ def accepted(guesses: list[int], chosen: list[int]) -> list[int]:
 
 
 def test_random_rows_against_a_comparison_one_by_one():
-    """Rows that decode, prefills that choose or not, and rows with any number of guesses; the
-    choices are of few tokens, so that guesses are often right."""
+    """Decoding rows, prefills with and without a sampled token, and rows with any number of
+    guesses. The vocabulary is small, so that guesses are often right."""
     rng = random.Random(4)
     seen = set()
     for _ in range(300):
@@ -56,7 +56,7 @@ def test_random_rows_against_a_comparison_one_by_one():
         if drafts is None:
             assert not any(guesses)
             continue
-        # A row may find no token that it could choose.
+        # A row may have no valid token.
         chosen = [[rng.choice([0, 1, 0, 1, -1]) for _ in range(len(g) + 1)] for g in guesses]
         wanted = [accepted(g, c) for g, c in zip(guesses, chosen, strict=True)]
         flat = [token for row in chosen for token in row]
@@ -78,7 +78,7 @@ def test_random_rows_against_a_comparison_one_by_one():
 
 
 def test_guesses_of_one_row_do_not_reach_into_the_next():
-    """All right, all wrong, and right behind a wrong one, which does not count."""
+    """All right, all wrong, and a right one after a wrong one, which is not accepted."""
     works = [
         RowWork(0, 0, [9, 4, 5], sample=True, drafts=2),
         RowWork(1, 0, [9, 4, 5], sample=True, drafts=2),

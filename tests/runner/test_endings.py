@@ -1,4 +1,4 @@
-"""How a decode graph ends, by what its rows ask for."""
+"""The last part of a decode graph, which depends on what its rows request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a decode graph reads; the CPU plays the GPU, and a graph is its function run again."""
+"""Inputs of a decode graph; the CPU acts as a GPU, and replaying a graph calls its function
+again."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ from cairn.runner.step import DecodeWork, PageGrant, RowWork, StepPlan
 from tests.runner.playing import LANDMARK, MAX_PAGES, VOCAB, Model, NoBackends, check_batch, chosen
 
 DTYPES = (np.float32, np.int64, np.float32, np.float32, np.int64, np.int64)
-"""Of the draws."""
+"""Seed of the random schedules."""
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("landmarks", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 20])
 def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
-    """Rows that come and go, grants of one page and of many: the graph finds what was laid out, in
-    its own tables too, and padding that reaches nobody."""
+    """Rows that begin and end, grants of one and of many pages: the graph reads the layout, also
+    from its own page tables, and padding that belongs to no row."""
     rng, size = random.Random(num_rows), 4
     slots = SlotMap(size, landmarks)
     sizes = num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu"), groups
-    # What the host lays out, and what lies on the device.
+    # The host's layout, and the device's tables.
     rows, device = Rows(*sizes), Rows(*sizes)
     many = num_rows * MAX_PAGES
     spare = (many, many + 1)[:groups]
@@ -55,7 +56,7 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
                 granted[r] = need
         first = [done[r] for r in running]
         decode = DecodeWork.of(running, first, [0] * len(running))
-        # The same rows come as the same array, as from the scheduler.
+        # Equal rows are the same array, as from the scheduler.
         decode = decode._replace(row=arrays.setdefault(tuple(running), decode.row))
         plan = StepPlan(step, (), (), tuple(grants), (), decode)
         layout = rows.lay_out(plan)
@@ -78,7 +79,7 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
             decoder.answer(replayed, last_token[torch.tensor(running)])
         on_the_way.append((trip, last_token[torch.tensor(running)].tolist()))
         if len(on_the_way) > step % 6:
-            # They arrive in order; up to six are on their way at once.
+            # Results arrive in order; up to six are pending at once.
             arrived, tokens = on_the_way.pop(0)
             assert arrived.tokens() == tokens
         if ending is not Ending.LOGITS:
@@ -102,8 +103,8 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
 @pytest.mark.parametrize("landmarks", [False, True])
 @pytest.mark.parametrize("ending", [Ending.GREEDY, Ending.LOGITS, Ending.REPORT])
 def test_steps_with_guesses(no_gpu, landmarks, ending):
-    """Rows with any number of right and wrong guesses beside rows that decode: the graph runs what
-    was laid out, and the last token that counts is the one that the next step runs."""
+    """Rows with any number of right and wrong guesses next to decoding rows: the graph runs the
+    layout, and the next step runs the last accepted token."""
     rng, num_rows, slots = random.Random(3), 6, SlotMap(4, landmarks)
     sizes = num_rows, MAX_PAGES, slots, LANDMARK, torch.device("cpu")
     rows, device, model = Rows(*sizes), Rows(*sizes), Model()
@@ -150,7 +151,7 @@ def test_steps_with_guesses(no_gpu, landmarks, ending):
 
 
 def test_entries_are_those_of_rows_that_decode():
-    """A chunk of a prompt, or a prompt of one token, is none."""
+    """A chunk of a prompt, or a prompt of one token, is not a decode step."""
     decode = DecodeWork.of([4], [7], [2])
     guessing = RowWork(1, 5, [3, 8, 9], True, 4, drafts=2, ahead=3)
     plan = StepPlan(0, (), (), (), (guessing,), decode)
@@ -190,7 +191,7 @@ def test_a_drawing_graph_gets_its_numbers(no_gpu, monkeypatch):
     decoder.run(decode, NO_GRANTS, Sampling(Ending.DRAW, draws))
     assert [line[0].item() for line in seen[-1]] == [0.5, 7, 0.25, 0.125, -5, 1]
     assert seen[-1][0].dtype == torch.float32
-    # One that also says what is likely draws the same way.
+    # A graph that also reports log-probabilities samples in the same way.
     draws = draws._replace(number=np.array([2]))
     decoder.run(decode, NO_GRANTS, Sampling(Ending.REPORT, draws))
     assert [line[0].item() for line in seen[-1]] == [0.5, 7, 0.25, 0.125, -5, 2]

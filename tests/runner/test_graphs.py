@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs against the same steps run operation by operation."""
+"""Decode steps as CUDA graphs, compared with eager steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDINGS = {
     "greedy, reported": {"temperature": 0, "logprobs": 3},
     "drawn, reported": {"temperature": 0.8, "top_p": 0.95, "seed": 3, "logprobs": 20},
 }
-"""What becomes of the logits: every kind is a graph of its own."""
+"""What is computed from the logits: each kind is a separate graph."""
 CASES = ["qwen_gqa4_prior_lora_inrange", "olmo_mha_interleave4"]
 
 
@@ -54,7 +54,8 @@ def pair(request) -> tuple[Built, Built]:
 
 
 def lengths_of(kind: str, rng: random.Random, rows: int, size: int) -> list[int]:
-    """Prompts within the window, over a few pages, over many; or all that end a page at once."""
+    """Prompts within the window, over a few pages, over many; or all of which end a page
+    together."""
     if kind == "together":
         return [(size - 1) * rng.randrange(1, 9) - 3 for _ in range(rows)]
     longest = {"short": 2 * size, "medium": 12 * size, "long": 45 * size}[kind]
@@ -71,11 +72,11 @@ def assert_same(got: Sequence[Trace], wanted: Sequence[Trace]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_every_bucket_at_several_lengths(pair, bucket):
-    """Rows close pages at different times, end at different times, and leave padding behind."""
+    """Rows complete pages at different times, end at different times, and leave padding."""
     with_graphs, eager = pair
     rng = random.Random(bucket)
     size = eager.config.page_size
-    # Landmarks of the rows that close a page fill the bucket.
+    # Landmarks of rows that complete a page fill the bucket.
     rows = bucket - bucket // 8
     for ending, kind in zip(
         ("greedy", "drawn", "logits", "greedy, reported", "drawn, reported"),
@@ -102,8 +103,8 @@ def test_every_bucket_at_several_lengths(pair, bucket):
     ],
 )
 def test_graphs_report_log_probabilities(pair, wanted, ending):
-    """Rows that want as many alternatives as others, fewer, or none, some not to end at once; the
-    largest logits, or draws among them."""
+    """Rows that request as many alternatives as others, fewer, or none, some with min_tokens;
+    greedy or sampled."""
     with_graphs, eager = pair
     rng = random.Random(7)
     prompts = [text(rng, n) for n in (30, 200, 70)]
@@ -126,7 +127,7 @@ def test_rows_that_all_close_a_page_at_once(pair, rows):
     with_graphs, eager = pair
     size = eager.config.page_size
     rng = random.Random(rows)
-    # Short enough that one step reads them all: the rows then stay together.
+    # Short enough that one step prefills all of them, so that the rows stay together.
     prompts = [text(rng, 2 * (size - 1) - 3) for _ in range(rows)]
     params = SamplingParams(temperature=0, max_tokens=size, ignore_eos=True)
     assert_same(run(with_graphs, prompts, params), run(eager, prompts, params))
@@ -137,7 +138,7 @@ def test_rows_that_all_close_a_page_at_once(pair, rows):
 
 @pytest.mark.gpu
 def test_after_retraction(pair):
-    """Rows lose their pages, wait, and go on elsewhere, in graphs that have seen other pages."""
+    """Preempted rows resume in other pages, in graphs that were replayed with the old ones."""
     with_graphs, eager = pair
     rng, size = random.Random(1), eager.config.page_size
     cache, scheduler = with_graphs.core.cache, with_graphs.core.scheduler
@@ -164,7 +165,7 @@ def test_no_length_is_captured_again(pair):
 
 
 def prompts(rng, count, longest):
-    """Lengths around page borders, shorter than the window and with many candidate pages."""
+    """Lengths around page borders, shorter than the window, and with many candidate pages."""
     edges = [1, 62, 63, 64, 126, 127, 256, 257, 700]
     lengths = [
         rng.choice(edges) if rng.random() < 0.5 else rng.randrange(1, longest) for _ in range(count)
@@ -183,7 +184,7 @@ def counts(llm: LLM) -> tuple[int, ...]:
 
 @pytest.mark.gpu
 def test_the_default_model_answers_and_counts_the_same():
-    """Pages of 64 slots, contexts of many more candidates than are selected."""
+    """Pages of 64 slots, and far more candidate pages than are selected."""
     params = [
         SamplingParams(temperature=0, max_tokens=140, ignore_eos=True),
         SamplingParams(temperature=0.7, seed=1, top_p=0.9, max_tokens=140, ignore_eos=True),

@@ -1,4 +1,4 @@
-"""Steps of rows that run guesses, on a model whose choices follow from all that a row has run."""
+"""Steps with guesses, on a model whose tokens depend on all slots of a row."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ CPU = torch.device("cpu")
 MIXER = GqaSpec(num_heads=1, num_kv_heads=1, head_dim=16, rotary=None)
 GREEDY = SamplingParams(temperature=0)
 LOGITS = torch.randn(KINDS + 1, VOCAB, generator=torch.Generator().manual_seed(0)) * 2
-# No token is chosen behind the end of a page; if one is, it is this.
+# No token is sampled after the end of a page; if one is, it is this.
 LOGITS[:, 0] = -100
 LOGITS[KINDS, 0] = 100
 
 
 def kind_of(ids: Sequence[int]) -> int:
-    """What chooses the token behind these slots."""
+    """Determines the token after these slots."""
     return KINDS if ids[-1] == VOCAB else sum((i + 1) * n for i, n in enumerate(ids, 3)) % KINDS
 
 
 class Model:
-    """Keeps the ids of slots where keys and values would lie, and reads all of a row's."""
+    """Stores the ids of slots in place of keys and values, and reads all of a row's."""
 
     def __init__(self) -> None:
         self.cache = torch.full((ROWS * MAX_PAGES * SIZE,), -1000)
@@ -78,7 +78,7 @@ class Model:
 
 
 def slots_of(tokens: Sequence[int]) -> list[int]:
-    """Ids of slots: the end of a page follows the token before it."""
+    """Ids of slots: the end of a page depends on the token before it."""
     ids: list[int] = []
     for token in tokens:
         ids.append(token)
@@ -88,7 +88,7 @@ def slots_of(tokens: Sequence[int]) -> list[int]:
 
 
 def following(tokens: Sequence[int], count: int) -> list[int]:
-    """The most likely tokens behind these."""
+    """The most likely tokens after these."""
     found = list(tokens)
     for _ in range(count):
         ids = slots_of(found)
@@ -98,7 +98,7 @@ def following(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class Rows:
-    """A runner whose rows have all their pages, and what each has run and chosen."""
+    """A runner whose rows have all their pages, and each row's slots and tokens."""
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
         schema = cache_schema([MIXER], PageFormat(SIZE, torch.float32))
@@ -116,7 +116,7 @@ class Rows:
         self.done, self.made = [0] * len(params), [0] * len(params)
 
     def run(self, works: Sequence[RowWork], decoding: Sequence[int] = ()) -> StepResult:
-        """Run a step, and take what its rows choose."""
+        """Run a step and apply the tokens of its rows."""
         result = self.runner.run(self.plan(works, decoding))
         rows = [*decoding, *(work.row for work in works if work.sample)]
         counts, tokens = result.counts or [1] * len(rows), list(result.tokens)
@@ -143,7 +143,7 @@ class Rows:
         return self.run([RowWork(row, 0, prompt, True) for row, prompt in enumerate(prompts)])
 
     def guessing(self, row: int, guesses: Sequence[int]) -> RowWork:
-        """The row's last token, which has yet to run, and guesses behind it."""
+        """The row's last token, which has not run, and guesses after it."""
         given, first = [self.tokens[row][-1], *guesses], self.done[row]
         assert first == len(self.tokens[row]) - 1
         return RowWork(row, first, given, True, self.made[row], drafts=len(guesses))
@@ -161,7 +161,7 @@ GUESSERS: dict[str, Callable[[list[int], random.Random], list[int]]] = {
 @pytest.mark.parametrize("kind", GUESSERS)
 @pytest.mark.parametrize("drafts", [1, 2, 3, 7])
 def test_tokens_are_those_without_guesses(kind, drafts):
-    """However many are right, and wherever pages end among them."""
+    """For any number of right guesses, and page ends between them."""
     rng, rows = random.Random(drafts), Rows([GREEDY] * 2)
     prompts = [[3, 8], [5, 1, 7, 2, 11, 4]]
     rows.prefill(prompts)
@@ -181,7 +181,8 @@ def test_tokens_are_those_without_guesses(kind, drafts):
 
 
 def test_pages_end_among_guesses():
-    """The end of a page that a guess fills rides along, and nothing is chosen behind it."""
+    """A guess that completes a page also runs the end of the page, after which no token is
+    sampled."""
     rows = Rows([GREEDY])
     rows.prefill([[3, 8]])
     truth = following(rows.tokens[0], 8)
@@ -197,8 +198,8 @@ def test_pages_end_among_guesses():
 
 @pytest.mark.parametrize("kind", GUESSERS)
 def test_the_last_token_that_counts_is_the_one_that_runs_next(kind):
-    """Steps with guesses and steps that decode, whose tokens only the device has, in turns; beside
-    them another row is prefilled in pieces, which choose nothing but the last."""
+    """Alternating steps with guesses and decode steps, whose tokens only the device knows; another
+    row is prefilled in chunks, of which only the last one samples."""
     rng, rows = random.Random(3), Rows([GREEDY] * 3)
     prompts = [[3, 8], [9, 2, 6], [rng.randrange(1, VOCAB) for _ in range(11)]]
     rows.tokens = [list(prompt) for prompt in prompts]
@@ -219,7 +220,8 @@ def test_the_last_token_that_counts_is_the_one_that_runs_next(kind):
 
 
 def test_draws_and_reports_are_those_without_guesses():
-    """A draw is named by its number in the row, a report by the token's place in the result."""
+    """A random number depends on the token's index in the row; a report names the token's place in
+    the result."""
     params = [
         SamplingParams(temperature=1.0, logprobs=2),
         SamplingParams(temperature=0.8, top_p=0.9),
@@ -265,7 +267,7 @@ def test_selections_are_reported_for_accepted_tokens():
     works = [rows.guessing(0, wrong), rows.guessing(1, [*truths[1][:2], 1 + truths[1][2] % 18])]
     result = rows.run(works)
     assert list(result.counts) == [1, 3]
-    # Tokens 4, 5 and 6 stand in slots 5, 6 and 8.
+    # Tokens 4, 5 and 6 are in slots 5, 6 and 8.
     read = {i: [layer.pages for layer in layers] for i, layers in result.selection.items()}
     assert read == {1: [(5,)], 2: [(6,)], 3: [(8,)]}
 

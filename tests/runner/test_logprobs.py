@@ -1,4 +1,4 @@
-"""What is reported of tokens, for many at once."""
+"""Log-probability reports of many tokens at once."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_largest_is_a_stable_sort(monkeypatch, most):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 3, 64, 200])
 def test_a_gpu_reports_the_same_of_as_many_as_there_are(rows):
-    """Equals are many where logits have 8 bits of mantissa."""
+    """Equal logits are frequent with 8 bits of mantissa."""
     values = (torch.randn(rows, 100_278, device="cuda") * 3).bfloat16().float()
     tokens = torch.randint(0, 100_278, (rows,), device="cuda")
     wanted = [(20, 0, 5, 1)[i % 4] for i in range(rows)]

@@ -1,4 +1,4 @@
-"""The steps that are run to be measured: as large as any, in rows and pages that can be."""
+"""The measured steps are the largest ones that can occur, in rows and pages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_prefill_step_is_full(rows, longest, slots, used, landmarks):
     ]  # fmt: skip
     assert len(plan.work) == len(plan.opened) == len(plan.grants) == used
     full = used * where.slots.slots_for(longest)
-    # A landmark may close a chunk, as in the scheduler's own steps; a token less may fit.
+    # A landmark may complete a chunk, as in the scheduler's steps; one token fewer may fit.
     assert abs(slots_of(where, plan) - min(slots, full)) <= 1
     for work, grant in zip(plan.work, plan.grants, strict=True):
         assert work.first >= 0 and work.first + work.num_tokens == longest
@@ -110,7 +110,7 @@ def test_a_runner_takes_them(case):
     ("case", "options", "ran"),
     [
         ("qwen_shared_qc", {}, {0, 2}),
-        # Alike, but for what computes its attention.
+        # Equal, except for the attention backend.
         ("qwen_shared_qc", {"hsa_layers": "1"}, {0, 1, 2}),
         ("olmo_mha_interleave4", {}, {0, 3, 7}),
     ],
@@ -133,7 +133,7 @@ def test_a_rehearsal_runs_a_block_of_each_kind_and_the_last(case, options, ran):
 
 
 def test_measurements_are_cached(tmp_path, monkeypatch):
-    """The next engine measures nothing, but counts what will stay in use."""
+    """The next engine does not measure again, but counts the memory that stays in use."""
     cached, free = tmp_path / "cached.json", [100, 110, 100, 93, 93, 80]
     subjects: list[object] = []
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_measurements_are_cached(tmp_path, monkeypatch):
     spec = SimpleNamespace(mixers=())
     given = (None, spec, "shape", "steps", "form", "device")
     assert memory.measured(*given) == Measured(5, 6, 0)
-    # Somebody else gave memory back meanwhile.
+    # Another process freed memory meanwhile.
     assert not cached.exists()
     assert memory.measured(*given) == Measured(5, 6, 0)
     assert len(free) == 2
@@ -172,7 +172,7 @@ def test_a_note_is_of_its_subject_sources_and_device(tmp_path, monkeypatch):
 @needs_cuda
 @pytest.mark.parametrize("graphs", [True, False])
 def test_steps_stay_within_the_planned_memory(graphs):
-    """Nothing that runs later needs more than the plan has kept for it."""
+    """No later step needs more memory than the plan reserves."""
     llm = LLM(
         str(GOLDENS / "qwen_gqa4_prior_lora_inrange"), device="cuda", max_num_seqs=24,
         chunked_prefill_size=2048, disable_cuda_graph=not graphs,
@@ -184,7 +184,7 @@ def test_steps_stay_within_the_planned_memory(graphs):
     assert sum(table.values()) == torch.cuda.mem_get_info()[1]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    # Not what is allocated: steps also use what is free between tensors that stay.
+    # Not the allocated bytes: steps also use free memory between tensors that stay.
     held = torch.cuda.memory_reserved()
     longest = min(llm.max_model_len, 3000)
     prompts = [{"prompt_token_ids": [i % 97] * (longest - 140)} for i in range(24)]
@@ -193,7 +193,7 @@ def test_steps_stay_within_the_planned_memory(graphs):
             temperature=temperature, top_p=0.9, max_tokens=130, logprobs=3, ignore_eos=True
         )
         llm.generate(prompts, params, use_tqdm=False)
-    # What graphs take is measured by what the device has free, of which other processes take too.
+    # Memory of graphs is measured by the device's free memory, which other processes change, too.
     took = torch.cuda.max_memory_reserved() - held
     graph_bytes = max(table.get("graphs", 0), graphs * 256 << 20)
     assert took <= table["activations"] + graph_bytes

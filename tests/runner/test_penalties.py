@@ -1,4 +1,4 @@
-"""Penalties of rows that come and go, against the definition for each row alone."""
+"""Penalties of rows that begin and end, compared with the definition for each row alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def by_definition(logits: torch.Tensor, prompt, output, params: SamplingParams) 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_rows_come_and_go(device):
-    """More at once than there is place for at first; some rows have no penalties."""
+    """More rows than initially allocated; some rows have no penalties."""
     rng, place = random.Random(5), torch.device(device)
     penalties = Penalties(VOCAB, place)
     live: dict[int, tuple[list[int], list[int], SamplingParams]] = {}

@@ -1,4 +1,5 @@
-"""Steps with prefills as CUDA graphs against the same steps without; the CPU plays a GPU first."""
+"""Steps with prefills as CUDA graphs, compared with eager steps; first with the CPU acting as a
+GPU."""
 
 from __future__ import annotations
 
@@ -66,10 +67,10 @@ def graphs_of(
 @pytest.mark.parametrize("landmarks", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 20])
 def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
-    """Chunks of any length beside rows that decode: the graph finds what was laid out, in its own
-    tables too, and padding that reaches nobody."""
+    """Chunks of any length next to decoding rows: the graph reads the layout, also from its own
+    page tables, and padding that belongs to no row."""
     rng = random.Random(num_rows)
-    # What the host lays out, and what lies on the device.
+    # The host's layout, and the device's tables.
     rows, device = (rows_of(num_rows, landmarks, groups) for _ in range(2))
     slots, tables, many = rows.slots, device.tables, num_rows * MAX_PAGES
     device.last_token += torch.arange(num_rows + 1) + 100
@@ -116,7 +117,7 @@ def test_steps_one_after_the_other(no_gpu, num_rows, landmarks, groups):
 
 
 def lay_out(rows: Rows, first: int, count: int, decoding: int = 0) -> Layout:
-    """A chunk in the row behind those that decode, late."""
+    """A late chunk, in the row after the decoding ones."""
     need = int(rows.slots.pages_for(first + count))
     grants = (PageGrant(decoding, 0, tuple(range(need))),)
     works = (RowWork(decoding, first, [1] * count, True),)
@@ -144,7 +145,7 @@ def test_steps_that_fit_no_graph_run_eagerly(no_gpu):
 
 @pytest.mark.parametrize("near", [False, True])
 def test_early_chunks_have_graphs_of_their_own(near, no_gpu, monkeypatch):
-    """Of a row from its start on, and of such that are early as a whole."""
+    """Chunks from a row's start, and chunks that are early as a whole."""
     monkeypatch.setattr("cairn.attention.cuts.MIN_EARLY", 16)
     limits = [Front(32, 8), *([Front(320, 80)] if near else [])]
     rows, model, backends = rows_of(40), Model(), NoBackends(limits)
@@ -169,7 +170,7 @@ def test_early_chunks_have_graphs_of_their_own(near, no_gpu, monkeypatch):
     ):
         assert graphs.run(lay_out(rows, first, count)) is not None
         assert backends.cuts.fronts[:1] == (((early, 8),) if early else ()), (first, count)
-    # The last is no step of chunks.
+    # The last one is not a step of chunks.
     for decoding, early in ((1, 16), (5, 16), (9, 16), (15, 0)):
         layout = lay_out(rows, 0, 118, decoding)
         assert graphs.run(layout) is not None
@@ -219,13 +220,13 @@ def test_kinds_come_with_the_largest_first(no_gpu):
     assert kinds[0] == Kind(MOST, Cuts(True))
     assert {kind.slots for kind in kinds} == set(graphs.buckets)
     assert next(kind.slots for kind in kinds if kind.cuts == WHOLE) == UNCHUNKED
-    # Beside a row that is prefilled there is none.
+    # Next to a row with a prefill there is none.
     assert not any(kind.cuts.alone for kind in kinds)
     rows = rows_of(18)
     graphs = graphs_of(rows, Model())
     kinds = graphs.kinds()
     assert [kind.cuts.alone for kind in kinds if kind.slots == 512] == [0, 16, 64]
-    # 128 slots are chunks of eight rows at most.
+    # 128 slots are chunks of at most eight rows.
     assert [kind.cuts.alone for kind in kinds if kind.slots == 128] == [0, 16, 0]
     assert [kind.cuts.alone for kind in kinds if kind.slots == 16] == [0, 0]
     assert len(set(kinds)) == len(kinds)
@@ -271,7 +272,8 @@ def with_a_spare_page(schema, sizes, device, spare) -> CachePools:
     ],
 )
 def test_an_engine_whose_steps_are_graphs(no_gpu, monkeypatch, case):
-    """Chunks of every size, rows that decode beside them, prompt log-probabilities: as without."""
+    """Chunks of all sizes, decoding rows next to them, prompt log-probabilities: as without
+    graphs."""
     with monkeypatch.context() as patched:
         patched.setattr(build, "CachePools", with_a_spare_page)
         graphs = engine(case, enable_prefix_caching=False)
@@ -327,7 +329,7 @@ def check_schedules(graphs: Built, plain: Built, buckets) -> None:
 
 
 def test_models_with_more_weights_have_smaller_graphs():
-    """A layer that selects counts as two."""
+    """A selecting layer counts as two."""
     assert worthwhile(358_584_320, 2 * 16) == MOST
     assert 4096 < worthwhile(358_584_320, 16) < MOST
     assert 512 < worthwhile(7_314_800_000, 24 + 2 * 8) <= 576
@@ -336,7 +338,7 @@ def test_models_with_more_weights_have_smaller_graphs():
 
 @pytest.mark.parametrize("options, counted", [({}, 1), ({"attention_backend": "window"}, 0)])
 def test_layers_that_select_count_twice_in_an_engine(monkeypatch, options, counted):
-    """Not those that are computed as plain windows."""
+    """Layers that are computed as plain windows do not."""
     heard = []
     monkeypatch.setattr(build, "worthwhile", lambda *given: heard.append(given) or 32)
     built = engine("qwen_gqa4_prior_lora_inrange", **options)
@@ -365,7 +367,7 @@ def test_on_a_gpu(pair):
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [None, 300])
 def test_prompts_of_every_other_bucket(pair, chunk):
-    """Alone, and cut into chunks beside rows that decode."""
+    """Alone, and in chunks next to decoding rows."""
     graphs, plain = pair
     buckets, longest = graphs.runner.prefill_graphs.buckets, graphs.memory.max_model_len
     for i, bucket in enumerate(bucket for bucket in buckets[::2] if bucket <= longest):
@@ -378,7 +380,7 @@ def test_prompts_of_every_other_bucket(pair, chunk):
 
 @pytest.mark.gpu
 def test_graphs_of_one_pool_do_not_disturb_each_other(pair):
-    """Prefills of all sizes in turns, decode steps of several endings between them."""
+    """Prefills of all sizes in turn, with decode steps of several endings between them."""
     graphs, plain = pair
     rng = random.Random(3)
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""The batch of a step against a brute-force insertion of landmarks."""
+"""The batch of a step, compared with brute-force insertion of landmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LANDMARK = 999
 
 
 def laid_out(tokens: list[int], size: int, landmarks: bool) -> list[tuple[int, int]]:
-    """(id, position) of every slot: a landmark is put in whenever a page lacks only its last."""
+    """(id, position) of every slot: a landmark is inserted when a page lacks only its last slot."""
     slots: list[tuple[int, int]] = []
     for number, token in enumerate(tokens):
         slots.append((token, number))
@@ -38,10 +38,11 @@ def make_rows(size: int, landmarks: bool, num_rows: int = 4, max_pages: int = 40
     num_rows=st.integers(1, 4),
 )
 def test_every_step_runs_the_next_slots_of_each_row(seed, size, landmarks, num_rows):
-    """Random prefill pieces and decodes: what each slot holds, where it goes, what it completes."""
+    """Random prefill chunks and decodes: the content of each slot, its page, and the pages
+    completed."""
     rng = random.Random(seed)
     rows = make_rows(size, landmarks, num_rows)
-    # With as many as there are steps behind them, no more than a row's 40 pages hold.
+    # With as many steps, no row has more than 40 pages.
     tokens = [[rng.randrange(900) for _ in range(rng.randint(1, 28))] for _ in range(num_rows)]
     pages = list(range(num_rows * 40))
     rng.shuffle(pages)
@@ -87,7 +88,7 @@ def batch_of(rows, plan):
 
 
 def check_batch(layout, batch, expected, pages, size) -> None:
-    """Every tensor of the batch against (row, slot, id, position) of each slot in order."""
+    """All tensors of the batch, compared with (row, slot, id, position) of each slot in order."""
     row, slot, ids, positions = (list(column) for column in zip(*expected, strict=True))
     assert batch.row.tolist() == row
     assert batch.slot.tolist() == slot == layout.slot.tolist()
@@ -159,7 +160,8 @@ def test_a_page_granted_anew_replaces_the_old_one():
 
 
 def test_window_layers_write_to_pages_of_their_own():
-    """A prefix of five pages is resumed: the window layers have its last two, and the new ones."""
+    """A prefix of five pages is resumed: the window layers have its last two pages, and the new
+    ones."""
     rows = Rows(3, 40, SlotMap(4, True), LANDMARK, torch.device("cpu"), groups=2)
     first = PageGrant(1, 0, (9, 8, 7, 6, 5, 4), window=(20, 21, 22))
     plan = StepPlan(0, (), (), (first,), (RowWork(1, 15, [5, 6], False),))
@@ -174,7 +176,7 @@ def test_window_layers_write_to_pages_of_their_own():
     assert [place.location.tolist() for place in batch.places] == [
         [18, 19, 12, 8], [4 * 22 + 2, 4 * 22 + 3, 4 * 23, 4 * 24]
     ]  # fmt: skip
-    # The tables lie where they lay.
+    # The tables stay at the same address.
     assert window.page_table[1, 6] == 23 and window.page_table[0, 0] == 24
     assert batch.completed_pages.tolist() == [4]
     shared = batch_of(make_rows(4, True), StepPlan(2, (), (), both[1:], work[1:]))
@@ -188,7 +190,7 @@ def test_runs_of_rows_known_on_the_host():
     layout = rows.lay_out(StepPlan(0, (), (), grants, (chunk,), decoding((0, 7), (1, 14))))
     known = layout.rows
     assert known.decoding == 2
-    # The second one's token fills its page: the end of the page rides along.
+    # The second row's token completes its page, so the end of the page runs, too.
     assert known.segments == [0, 7, 1, 1, 14, 2, 2, 0, 64]
     assert known.slot.tolist() == layout.slot.tolist() == [7, 14, 15, *range(64)]
     assert layout.start.tolist() == [0, 1, 3] and layout.last.tolist() == [0, 1, 65]

@@ -61,7 +61,7 @@ def test_results_stand_in_the_order_of_the_works():
 
 
 def test_a_draw_depends_on_seed_and_index_alone():
-    """Not on the row, the batch around it or how often the sampler was used before."""
+    """Independent of row, batch and earlier use of the sampler."""
     values = logits() / 3
     tokens = [drawn(sampler(opened(0, seed=9)), values, work(0, i))[0] for i in range(30)]
     assert len(set(tokens)) > 5
@@ -112,7 +112,7 @@ def test_which_rows_are_reported_and_how_much_of_them():
     assert found.reports(three) == ([0, 2], [VOCAB, 2])
     assert found.reports(two) == ([1], [0])
     assert found.reports(picks(work(0))) == ([], [])
-    # Of what is only reported, the tokens follow from the logits.
+    # Values that are only reported; the tokens depend on the logits.
     assert found.plain(three) and not found.plain(two)
     found.open(opened(4, temperature=0, logprobs=1, min_tokens=2))
     assert [found.plain(picks(work(1, i), work(4, i))) for i in range(4)] == [0, 0, 1, 1]

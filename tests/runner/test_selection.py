@@ -1,4 +1,4 @@
-"""From the tensors of landmark layers to the report that the user sees."""
+"""From the tensors of landmark layers to the user's selection report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reads(pages, weights, window, layer=3) -> LayerReads:
 
 
 def test_a_page_that_two_kv_heads_chose_is_reported_once():
-    """One query, 2 KV heads of 2 query heads each: shares are means over all four heads."""
+    """One query, 2 KV heads of 2 query heads each: weights are averages over all four heads."""
     pages = [[[1, 4, -1], [0, 4, 7]]]
     weights = [[[0.2, 0.4, 0.0], [0.0, 0.4, 0.0], [0.1, 0.0, 0.3], [0.1, 0.2, 0.3]]]
     (((found,),),) = (selections([reads(pages, weights, [[0.4, 0.6, 0.2, 0.0]])], 1),)

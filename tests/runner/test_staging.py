@@ -1,4 +1,4 @@
-"""Numbers that travel between host and device."""
+"""Transfers of small arrays between host and device."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_tokens_of_the_cpu():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_lines_of_steps_that_are_on_their_way_at_once():
-    """Each step finds its own numbers, however many were sent before it ran, and its tokens come
-    back although later ones were chosen; arrays that stay the same are among them."""
+    """Each step reads its own arrays, however many were sent before it ran, and returns its tokens
+    although later ones were sampled; unchanged arrays are among them."""
     device, rng = torch.device("cuda"), random.Random(3)
     lines = Lines([7, -1, 0], 32, device)
     rows = [np.arange(n) for n in (4, 9)]
@@ -70,7 +70,7 @@ def test_lines_of_steps_that_are_on_their_way_at_once():
         cells = np.arange(rng.choice([0, 0, 0, 3]))
         pages = np.full(len(cells), step, dtype=np.int32)
         if rng.random() < 0.1:
-            # Takes nothing of the steps on their way.
+            # Does not affect the steps in flight.
             lines.fetch(3, 32, rehearsal=True)
             lines.answer(chosen, torch.zeros_like(chosen), place, rehearsal=True)
             assert lines.device.tolist() == [[7] * 32, [-1] * 32, [0] * 32]
@@ -78,13 +78,13 @@ def test_lines_of_steps_that_are_on_their_way_at_once():
         if rng.random() < 0.3:
             torch.cuda._sleep(300_000)
         lines.fetch(3, 32)
-        # What a step chooses follows from what it was sent.
+        # A step's tokens depend on the arrays that were sent to it.
         chosen.copy_(lines.device[0] * 1000 + lines.device[1] * 10 + step)
         chosen += lines.device[2].view(torch.int32)[:32]
         count = rng.choice([len(row), 32])
         lines.answer(chosen[:count], last_token, place[:count])
         trip.returns(len(row))
-        # Looked at in the end: nobody waits here.
+        # Read at the end, because nothing waits here.
         kept &= (last_token.flip(0) == chosen) | (torch.arange(32, device=device) >= count)
         sent = [np.full(32, padding) for padding in (7, -1, 0)]
         for line, array in zip(sent, (row, cells, pages), strict=True):

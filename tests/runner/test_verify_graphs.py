@@ -1,4 +1,4 @@
-"""Whole engines whose steps are graphs, guesses included; the CPU plays the GPU."""
+"""Whole engines whose steps are graphs, also with drafts; the CPU acts as a GPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.engine.test_speculation import DRAWN, PLAIN, assert_told_alike, serve
 from tests.support import shows
 
 ASKED = ({}, {"logprobs": 2}, {"repetition_penalty": 1.2})
-"""What graphs end with: tokens, reports, logits."""
+"""Outputs of graphs: tokens, reports, logits."""
 LONGEST = 100
-"""Tokens of a sequence: a graph's definitions look at as many slots."""
+"""Tokens of a sequence, because the definitions of ops in a graph read as many slots."""
 
 
 def in_graphs(built: Built, drafts: int, overlap: bool) -> Built:
-    """The same engine with graphs, as on a GPU, but for those of prefills. What steps report is not
-    copied on a CPU, so such steps may not overlap."""
+    """The same engine with graphs for decode steps, as on a GPU. Reports are not copied on a CPU,
+    so steps with reports may not overlap."""
     before = built.runner
     pools = CachePools(before.pools.schema, before.pools.sizes, "cpu", spare=True)
     shape = replace(before.shape, drafts=drafts)
@@ -42,7 +42,7 @@ def in_graphs(built: Built, drafts: int, overlap: bool) -> Built:
 @shows("hils glm_moe_dsa qwen3_next", "speculation")
 @pytest.mark.parametrize("family", ["landmarks and windows", "recurrent"])
 def test_verify_steps(no_gpu, family: str) -> None:
-    """Right and wrong guesses, greedy and drawn, whatever else is asked of some rows."""
+    """Right and wrong guesses, greedy and sampled, with other requests' features in some rows."""
     cold = build(family)
     prompts = [text(n, length, cold.spec.vocab_size) for n, length in enumerate((3, 20, 33))]
     params = [
@@ -61,7 +61,7 @@ def test_verify_steps(no_gpu, family: str) -> None:
     assert 10 < totals.accepted < totals.drafted
     kinds = built.runner.graphs._captured
     endings = {kind.ending for kind in kinds if kind.guessing}
-    # Of states, which are told in the graph what counts, it chooses the tokens.
+    # With states the graph samples the tokens itself, to know which ones are accepted.
     logits = set() if family == "recurrent" else {Ending.LOGITS}
     assert endings == {Ending.GREEDY, Ending.REPORT} | logits
 
@@ -84,6 +84,6 @@ def test_a_draft_layer_guesses_in_graphs_what_it_guesses_outside(no_gpu, family:
         before = seen.count
         found = serve_drafting(engine, prompts, params)
         assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
-    # Guesses behind the same text were compared.
+    # Guesses after the same text were compared.
     assert seen.count > before and built.core.scheduler.drafts.accepted > 3
     assert any(kind.guessing for kind in built.runner.graphs._captured)

@@ -28,7 +28,7 @@ HERMES_TEMPLATE = """\
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Systematic examples take seconds to collect, in every worker: only where they will run."""
+    """Systematic examples take seconds to collect in every worker, so only where they run."""
     if collection_path.name == "test_schema_systematic.py" and "not slow" in config.option.markexpr:
         return True
     return None
@@ -51,13 +51,13 @@ def model_with_template(folder, template=HERMES_TEMPLATE):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """Of the embedded model: ids are bytes, no chat template."""
+    """Tokenizer of the embedded model: ids are bytes, no chat template."""
     return Tokenizer(default_model_path())
 
 
 @pytest.fixture(scope="session")
 def tool_model(tmp_path_factory):
-    """The embedded model with a chat template that knows tools."""
+    """The embedded model's tokenizer with a chat template that supports tools."""
     return model_with_template(tmp_path_factory.mktemp("models") / "tiny-tools")
 
 
@@ -74,13 +74,13 @@ def compiler():
 
 @pytest.fixture
 def api(tokenizer):
-    """The API over a FakeClient, without a chat template."""
+    """The API with a FakeClient, without a chat template."""
     return FakeApi(tokenizer)
 
 
 @pytest.fixture
 def tool_api(tool_tokenizer):
-    """The API over a FakeClient, with a chat template that knows tools."""
+    """The API with a FakeClient, and a chat template that supports tools."""
     return FakeApi(tool_tokenizer)
 
 

@@ -1,4 +1,4 @@
-"""The whole API application over a FakeClient, asked in this process."""
+"""The whole API application with a FakeClient, called in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = "tiny"
 
 
 class FakeGrammars:
-    """Takes every grammar but those whose text holds "bomb"."""
+    """Accepts every grammar except those whose text contains "bomb"."""
 
     def __init__(self):
         self.checked = []
@@ -34,14 +34,14 @@ class FakeGrammars:
 
 
 class FakeTemplates:
-    """Renders in this process."""
+    """Renders templates in this process."""
 
     async def render(self, given):
         return render(given)
 
 
 class FakeApi:
-    """Requests to the application, each in an event loop of its own."""
+    """Sends requests to the application, each in its own event loop."""
 
     def __init__(self, tokenizer, media=None, limits=None, **options):
         self.client = FakeClient(tokenizer, vocab=VOCAB if media is None else tokenizer.size)
@@ -62,7 +62,7 @@ class FakeApi:
         self.app = create_app(self.state)
 
     def reply_with(self, text):
-        """The model's output of every later request is this text."""
+        """Set the model's output of all later requests."""
         self.client.answer = lambda *_: text.encode()
 
     @property
@@ -82,19 +82,19 @@ class FakeApi:
         return self.request("POST", path, json=body)
 
     def answer(self, path, body):
-        """The body of an answer that must succeed."""
+        """The body of a successful response."""
         response = self.post(path, body)
         assert response.status_code == 200, response.text
         return response.json()
 
     def error(self, path, body, status=400):
-        """The error of a request that must fail."""
+        """The error of a failed request."""
         response = self.post(path, body)
         assert response.status_code == status, response.text
         return response.json()["error"]
 
     def events(self, path, body):
-        """Events of a stream, the closing [DONE] checked and left out."""
+        """Events of a stream, without the final [DONE], which is checked."""
         response = self.post(path, body | {"stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -114,7 +114,7 @@ def chat_body(content="hi", **fields):
 
 
 def events_of(text):
-    """Parsed events of a stream; comments are left out."""
+    """Parsed events of a stream, without comments."""
     blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
     assert all(block.startswith("data: ") for block in blocks), blocks
     datas = [block.removeprefix("data: ") for block in blocks]

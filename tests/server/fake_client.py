@@ -1,4 +1,5 @@
-"""An engine client without an engine: it answers as the test says, through the real Submission."""
+"""An engine client without an engine, which generates scripted outputs through the real
+Submission."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ WORDS = "Eight 🐘s walk over the bridge — slowly. ".encode()
 
 @dataclass
 class Asked:
-    """What a request asked of the engine."""
+    """A request to the engine."""
 
     prompt: list[int]
     params: SamplingParams
@@ -34,8 +35,7 @@ class Asked:
 
 @dataclass
 class FakeClient:
-    """Token ids are bytes. Continuation `index` of a prompt says `answer(prompt, params, index)`,
-    one token a step; it ends by "stop" there, or by "length" at max_tokens.
+    """Token ids are bytes. Output `index` of a prompt is `answer(prompt, params, index)`.
 
     Attributes:
         answer: what to say.
@@ -110,7 +110,7 @@ class FakeClient:
         self._tasks[request_id].cancel()
 
     def die(self, reason):
-        """As when the engine process ends."""
+        """End as if the engine process had ended."""
         self.dead = EngineDead(reason)
         for submission in self._submissions:
             self._tasks[submission.id].cancel()
@@ -176,17 +176,17 @@ class FakeClient:
 
 
 def position(token: int, count: int) -> Position:
-    """Token 0 is always likeliest, then 1, ...; token t has rank t + 1."""
+    """Token 0 is the likeliest, then 1, ...; token t has rank t + 1."""
     ids = [*range(count), *([token] if token >= count else [])]
     return Position(tuple(ids), tuple(-0.5 * (i + 1) for i in ids), tuple(i + 1 for i in ids))
 
 
 def positions(tokens: Sequence[int], count: int) -> Positions:
-    """The same for tokens side by side."""
+    """The same for several tokens, as columns."""
     ids = np.array([[*range(count), token] for token in tokens], dtype=np.int64)
     return Positions.of(LogprobColumns(ids, -0.5 * (ids + 1), ids[:, -1] + 1))
 
 
 def reads(i: int, layers: Sequence[int]) -> tuple[LayerSelection, ...]:
-    """What the query of generated token `i` read."""
+    """The selection of generated token `i`."""
     return tuple(LayerSelection(layer, (i, i + 2), (0.5, 0.25), 0.125) for layer in layers)

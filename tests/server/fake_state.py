@@ -1,4 +1,4 @@
-"""A server's state without an engine, and a client for ASGI apps."""
+"""A server's state without an engine, and a client for ASGI applications."""
 
 import asyncio
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from cairn.server.state import ServerState
 
 
 def fake_state(**options):
-    """A loaded server whose engine is a plain object; set its fields as needed."""
+    """A loaded server whose engine is a simple object; set its fields as needed."""
     client = SimpleNamespace(
         dead=None, down={}, serving=True, step_age=0.0, phases={"weights": 1.5}, stats=Stats()
     )
@@ -29,7 +29,7 @@ def fake_state(**options):
 
 
 def ask(app, method, path, **arguments):
-    """One request to an ASGI app."""
+    """Send one request to an ASGI application."""
 
     async def call():
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

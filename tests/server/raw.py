@@ -1,11 +1,11 @@
-"""One HTTP request to an ASGI application, step by step: the client may leave at any moment."""
+"""One HTTP request to an ASGI application, step by step: the client may disconnect at any time."""
 
 import asyncio
 import json
 
 
 class Raw:
-    """A POST of JSON. Run `app` with it in a task; `sent` fills while it answers."""
+    """A POST request with JSON. Run `app` with it in a task; `sent` collects the response."""
 
     def __init__(self, path, body):
         self.sent = []
@@ -28,7 +28,7 @@ class Raw:
         }
 
     def start(self, app):
-        """The task that answers."""
+        """The task that runs the application."""
         return asyncio.create_task(app(self.scope, self.receive, self.send))
 
     async def receive(self):
@@ -46,7 +46,7 @@ class Raw:
         self._left.set()
 
     async def until(self, text):
-        """Wait until the answer holds the text."""
+        """Wait until the response contains the text."""
         while text not in self.text:
             self._news.clear()
             await asyncio.wait_for(self._news.wait(), 10)

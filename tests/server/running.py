@@ -1,4 +1,4 @@
-"""A real server in a child process, and clients that behave badly."""
+"""A real server in a child process, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -30,7 +30,7 @@ def environment(**changes):
 
 
 def fails(*arguments, timeout=60, **changes):
-    """Runs a server that cannot start: (exit code, stderr, seconds)."""
+    """Runs a server that fails to start; returns (exit code, stderr, seconds)."""
     began = time.monotonic()
     ran = subprocess.run(
         command(*arguments),
@@ -64,7 +64,8 @@ class Running:
         return self.wait_for(lambda: pattern.search(self.out.read_text()))[1]
 
     def wait_for(self, condition, seconds=START_SECONDS):
-        """Polls until the condition gives something true; fails with the log if it never does."""
+        """Poll until the condition returns something true; fails with the log after a time
+        limit."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             assert time.monotonic() < deadline, self.told()
@@ -101,7 +102,7 @@ class Running:
         self.process.send_signal(number)
 
     def wait_end(self, seconds=60):
-        """The exit code."""
+        """Wait for the end of the process; returns the exit code."""
         return self.process.wait(seconds)
 
     def close(self):
@@ -118,7 +119,7 @@ class Running:
 
 @contextmanager
 def running(folder: Path, *arguments, **changes):
-    """A server that is ready, and gone afterwards."""
+    """A ready server, which is stopped afterwards."""
     server = Running(folder, *POOL, *arguments, **changes)
     try:
         yield server.wait_ready()
@@ -127,14 +128,14 @@ def running(folder: Path, *arguments, **changes):
 
 
 def message(body, path="/v1/completions"):
-    """The bytes of a POST."""
+    """The bytes of a POST request."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 class Stream:
-    """One streamed completion over a bare socket, so that it can be broken off anywhere."""
+    """A streamed completion over a plain socket, which can be closed at any point."""
 
     def __init__(self, url, **fields):
         self._address = url.removeprefix("http://").split(":")
@@ -148,7 +149,7 @@ class Stream:
         return self
 
     async def begin(self):
-        """Read until the first piece of text is there."""
+        """Read until the first piece of text has arrived."""
         await self.open()
         while self.text.count("data: ") < 2:
             assert await self._read(), self.text
@@ -180,7 +181,17 @@ class Stream:
 
 
 def stopped(pid, seconds):
-    """Stop a process for a while."""
+    """Stop a process (SIGSTOP) for a while."""
     os.kill(pid, signal.SIGSTOP)
     time.sleep(seconds)
     os.kill(pid, signal.SIGCONT)
+
+
+def worker_pids(module: str) -> set[int]:
+    """Child processes of this process that run a worker module of the server."""
+    pids = set()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            if f"cairn.server.{module}" in child.cmdline():
+                pids.add(child.pid)
+    return pids

@@ -1,4 +1,4 @@
-"""What the application as a whole describes."""
+"""The application as a whole: its description."""
 
 import pytest
 

@@ -91,7 +91,7 @@ def test_without_keys_everybody_is_let_in():
 
 
 def every_call():
-    """(app's maker, method, path) of all routes that the server has."""
+    """(application factory, method, path) of all routes."""
     for create, routes in ((create_app, api_routes), (create_admin_app, admin_routes)):
         for route in routes:
             path = re.sub(r"\{[^}]*\}", "x", route.path)
@@ -107,7 +107,7 @@ def answer(create, method, path, key=None):
 
 @pytest.mark.parametrize(("create", "method", "path"), list(every_call()))
 def test_every_route_asks_for_the_key(create, method, path):
-    """Only these answer without: what load balancers ask."""
+    """Only these routes need no key, because load balancers call them."""
     if path in ("/health", "/ready"):
         assert answer(create, method, path) == 200
         return

@@ -1,4 +1,4 @@
-"""What happens on bad days, each on a real server with the embedded model."""
+"""Failures and misbehaving clients, each on a real server with the embedded model."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ import pytest
 from tests.server.running import Running, Stream, message, running, stopped
 
 SLACK = 20.0
-"""Seconds that a busy machine may take for what an idle one does at once."""
+"""Seconds that an operation may take on a busy machine."""
 
 
 IDLE_SECONDS = 3.0
@@ -22,8 +22,8 @@ IDLE_SECONDS = 3.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """One server for everything that must not harm it; few rows and places, so that queues fill. In
-    the end it is shut down while it answers."""
+    """One server for all tests that must not harm it, with few rows and a short queue. At the end
+    it is shut down while it responds."""
     folder = tmp_path_factory.mktemp("server")
     with running(folder, "--max-num-seqs", "16", "--max-waiting", "240") as started:
         yield started
@@ -31,7 +31,7 @@ def server(tmp_path_factory):
 
 
 def settled(server):
-    """The ledger once nothing runs; fails when pages stay away."""
+    """The ledger when nothing runs; fails if pages are missing."""
 
     def ledger():
         found = server.ledger()
@@ -48,7 +48,7 @@ def metric(server, name):
 
 
 def check_healthy(server, engine):
-    """The same engine serves, every page is where it belongs."""
+    """The same engine serves, and every page is free or cached."""
     assert server.engine.pid == engine
     ledger = settled(server)
     assert ledger["problems"] == [] and ledger["leaked"] == []
@@ -61,7 +61,7 @@ def check_healthy(server, engine):
 
 
 async def restless_clients(url, count, seed):
-    """Half of `count` clients stay to the end, the others leave at random moments."""
+    """Half of `count` clients stay to the end, the others disconnect at random moments."""
     rng = random.Random(seed)
     gate = asyncio.Semaphore(128)
     kept = []
@@ -84,7 +84,7 @@ async def restless_clients(url, count, seed):
 
 
 async def finish(stream):
-    """Read a whole answer, streamed or not."""
+    """Read a whole response, streamed or not."""
     while not stream.ended:
         if not await stream._read():
             break
@@ -188,7 +188,7 @@ def test_the_api_process_stopped_and_continued(server, seconds):
 
 
 def pieces(text):
-    """The text that a stream's events add up to."""
+    """The text of a stream's events."""
     events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
     return "".join(choice["text"] for e in events for choice in json.loads(e)["choices"])
 
@@ -275,7 +275,7 @@ def test_an_engine_or_a_rank_that_is_killed_or_stopped(tmp_path, number, ranks):
 
 
 def check_shutdown(server):
-    """Streams are let finish, new requests are told why they are refused."""
+    """Streams finish, new requests get an error with the reason."""
 
     async def run():
         opened = [Stream(server.url, max_tokens=24).begin() for _ in range(15)]
@@ -334,7 +334,7 @@ def test_streams_that_exceed_the_shutdown_timeout_are_cut(tmp_path):
 
 
 def check_nothing_outlives(server):
-    """Kill the API process while a request runs: all its processes end with it."""
+    """Kill the API process while a request runs: all of its child processes end."""
     family = psutil.Process(server.process.pid).children(recursive=True)
     assert server.engine in family
     asyncio.run(Stream(server.url, max_tokens=4000).begin())

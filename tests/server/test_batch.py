@@ -1,4 +1,4 @@
-"""OpenAI batch files over an engine that says what the test wants."""
+"""OpenAI batch files with scripted outputs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_lines_that_are_no_requests(api):
     ]
     counts, found = results(api, given)
     assert (counts.answered, counts.failed) == (1, 7)
-    for name, word in (("b", "/v1/files"), ("c", "GET"), ("d", "whole")):
+    for name, word in (("b", "/v1/files"), ("c", "GET"), ("d", "stream")):
         (result,) = found[name]
         assert result["response"] is None and word in result["error"]["message"]
     assert sorted(r["error"] is None for r in found["e"]) == [False, True]

@@ -1,4 +1,4 @@
-"""Chat completions over an engine that says what the test wants."""
+"""Chat completions with scripted outputs."""
 
 import json
 
@@ -25,7 +25,7 @@ def call(name="look", arguments='{"at": 1}'):
 
 
 def joined(events):
-    """What a client that follows the stream ends up with, per choice."""
+    """The result of a stream for a client, per choice."""
     choices = {}
     for event in events:
         for choice in event["choices"]:
@@ -54,7 +54,7 @@ def joined(events):
 
 
 def whole(answer):
-    """The same of an answer in one piece."""
+    """The same of a whole response."""
     return {
         choice["index"]: {
             "role": choice["message"]["role"],

@@ -1,4 +1,4 @@
-"""Real clients do their ordinary job against the embedded model.
+"""Real client programs with the embedded model.
 
 Each test is skipped where its client is not installed. The server is one of this suite, or the one
 at CAIRN_TEST_SERVER (http://host:port, serving the embedded model as "tiny"), so that clients can

@@ -1,4 +1,4 @@
-"""Plain completions over an engine that says what the test wants."""
+"""Completions with scripted outputs."""
 
 import asyncio
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 
 from cairn.engine.messages import Delta
 from cairn.server import completions
-from cairn.server.completions import CompletionShape, Prompt
+from cairn.server.completions import CompletionResponseBuilder, Prompt
 from cairn.server.protocol.completions import CompletionRequest
 from tests.server.fake_api import FakeApi
 from tests.server.fake_client import WORDS, position, positions
@@ -24,7 +24,7 @@ def by_index(events):
 
 
 def rebuilt(parts):
-    """A choice from its streamed parts."""
+    """A choice joined from its streamed parts."""
     lists = [part["logprobs"] for part in parts if part["logprobs"]]
     names = lists[0] if lists else ()
     return {
@@ -113,7 +113,7 @@ def test_a_long_prompt_lets_others_run(tokenizer):
     ids = [97] * (4 * completions.SCORED_AT_ONCE)
     asked = CompletionRequest(model="m", prompt=ids, echo=True, logprobs=1)
     state = SimpleNamespace(model_name="m", tokenizer=tokenizer)
-    shape = CompletionShape(state, asked, [Prompt(ids, "a" * len(ids))])
+    shape = CompletionResponseBuilder(state, asked, [Prompt(ids, "a" * len(ids))])
     scores = (positions(ids[1:], 1),)
     delta = Delta("r", 0, "b", (98,), logprobs=(position(98, 1),), prompt_logprobs=scores)
 
@@ -183,7 +183,7 @@ def test_scores_wait_for_the_prompt_of_all_choices(api):
     deltas = api.client._deltas
 
     def late(request_id, prompt, params, index):
-        # The second continuation begins before the first, which brings the prompt's scores.
+        # The second output begins before the first, whose delta has the prompt's log-probabilities.
         yield from deltas(request_id, prompt, params, 1 - index)
 
     api.client._deltas = late

@@ -1,4 +1,4 @@
-"""OpenAI's own Python client against a real server on the embedded model."""
+"""OpenAI's Python client with a real server on the embedded model."""
 
 import json
 import re
@@ -44,7 +44,8 @@ def complete(client, prompt="The key", **fields):
 
 
 def followed(stream):
-    """Per choice: text, calls, (token, logprob) pairs and the reason of a stream; and its usage."""
+    """Per choice: text, calls, (token, logprob) pairs and the finish reason of a stream; and its
+    usage."""
     choices, usage = {}, None
     for chunk in stream:
         usage = chunk.usage or usage
@@ -66,7 +67,7 @@ def followed(stream):
 
 
 def given(answer):
-    """The same of an answer in one piece."""
+    """The same of a whole response."""
     choices = {}
     for choice in answer.choices:
         entries = choice.logprobs.content if choice.logprobs else ()
@@ -96,7 +97,7 @@ def given(answer):
     ids=lambda fields: "-".join(fields) or "plain",
 )
 def test_stream_equals_answer(client, fields):
-    # The first of two equal requests fills the prefix cache, whose hits the usage tells.
+    # The first of two equal requests fills the prefix cache, whose hits are part of the usage.
     chat(client, **fields)
     choices, usage = given(chat(client, **fields))
     streamed, told = followed(
@@ -191,7 +192,7 @@ class Point(BaseModel):
 
 
 def test_json_schema_by_pydantic(client):
-    # Few digits: a model of this size would count for ever.
+    # Few digits: a model of this size would continue to count.
     parsed = client.chat.completions.parse(
         model="tiny",
         messages=CHAT,

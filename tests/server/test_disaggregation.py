@@ -1,4 +1,4 @@
-"""Two servers, one that prefills and one that decodes, behind what a router does."""
+"""A prefill server and a decode server, with the requests of a router."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def servers(tmp_path_factory):
 
 
 def routed(prefill, decode, path="/v1/completions", limit="max_tokens", **body):
-    """What a router does: the prompt to one, the rest to the other."""
+    """The requests of a router: the prompt to one server, then the request to the other."""
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
     once = {**body, limit: 1, "kv_transfer_params": asked}
     given = httpx.post(prefill.url + path, json=once, timeout=60).json()["kv_transfer_params"]
-    # vllm-router writes fields of other engines into what it passes on.
+    # vllm-router adds fields of other engines to the parameters.
     other = {"no_stop_trim": False} if path.endswith("completions") else {}
     rest = {**body, "kv_transfer_params": given, **other}
     return httpx.post(decode.url + path, json=rest, timeout=60).json()
@@ -92,7 +92,7 @@ def test_two_servers_answer_as_one(servers):
 
 @pytest.mark.slow
 def test_a_dead_server_that_decodes_leaves_nothing(servers, tmp_path):
-    """The other one goes on, and keeps no pages for it."""
+    """The other server continues, and keeps no pages for it."""
     prefill, survivor = servers
     body = {"prompt": f"left {PROMPT}", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     asked = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
@@ -106,7 +106,7 @@ def test_a_dead_server_that_decodes_leaves_nothing(servers, tmp_path):
             assert any('"error"' in line for line in lines)
         decode.wait_end()
     assert prefill.ledger()["problems"] == []
-    # What it was to take next goes to another one.
+    # Its next ticket is used by another server.
     got = survivor.complete(**{**body, "max_tokens": 5}, kv_transfer_params=second).json()
     assert got["choices"] == prefill.complete(**{**body, "max_tokens": 5}).json()["choices"]
     assert got["usage"]["prompt_tokens_details"]["cached_tokens"] > 64

@@ -1,4 +1,4 @@
-"""A model with sparse latent attention and experts, random weights, behind `cairn serve`."""
+"""A model with sparse latent attention and experts, random weights, with `cairn serve`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_aborted_streams_leave_an_exact_ledger(server):
 
 
 async def visitors(url, moments):
-    """Streams over long prompts, of which every other one is broken off at its moment."""
+    """Streams over long prompts, half of which are closed at a given moment."""
 
     async def one(number, seconds):
         prompt = f"{number} " + "x" * (60 * number)

@@ -15,7 +15,7 @@ PLAIN = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
 
 
 def gzipped(data: bytes) -> bytes:
-    """The same bytes whenever tests are collected: without the time."""
+    """The same bytes at every collection of the tests: without a timestamp."""
     return gzip.compress(data, mtime=0)
 
 

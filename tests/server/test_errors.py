@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients read."""
+"""Errors in OpenAI's format."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests on their way through the engine: failures, refusals, clients that leave."""
+"""Requests on the engine: failures, errors, disconnecting clients."""
 
 import asyncio
 
@@ -174,8 +174,8 @@ def test_every_end_is_counted(api):
 
 
 def leaving(api, path, body, stream, early=False):
-    """The client leaves while the first token is awaited, or (a stream that is not left early)
-    after the first one."""
+    """The client disconnects while it waits for the first token, or after the first token of a
+    stream."""
 
     async def run():
         api.client.hold = asyncio.Event()
@@ -206,7 +206,7 @@ def test_leaving_cancels(api, path, body, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_leaving_is_no_failure(api, caplog, stream):
-    """Log and metrics tell the status that stands for a client that is gone, and no error."""
+    """Log and metrics have the status of a disconnected client, and no error."""
     caplog.set_level("INFO")
     raw = leaving(api, CHAT, chat_body(), stream, early=True)
     assert raw.status == 499
@@ -253,7 +253,7 @@ def test_a_slow_client_gets_larger_pieces(api, prompt, n):
 
     *events, done = asyncio.run(run())
     assert done == "[DONE]"
-    # Nothing waits piece by piece for the client: what the engine adds meanwhile is one piece.
+    # Nothing waits for the client: tokens that the engine adds meanwhile are one piece.
     assert len(events) < 10
     for index in range(2):
         mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]

@@ -1,4 +1,4 @@
-"""The checker of grammars against what clients may send: real worker processes."""
+"""The grammar checker with hostile grammars: real worker processes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from cairn.errors import BadRequest, Busy, CairnError
 from cairn.server.grammars import GrammarChecker
 from cairn.types import Grammar
+from tests.server.running import worker_pids
 
 
 class Table:
@@ -49,7 +50,7 @@ SLOW = Grammar(
 
 @pytest.fixture
 def checkers() -> Iterator[Callable[..., GrammarChecker]]:
-    """Makes checkers that are ready and closes them in the end."""
+    """Creates ready checkers and closes them at the end."""
     made: list[GrammarChecker] = []
 
     def make(**options: Any) -> GrammarChecker:
@@ -72,27 +73,12 @@ def checker() -> Iterator[GrammarChecker]:
 
 
 def verdict(checker: GrammarChecker, grammar: Grammar) -> str:
-    """The reason of a refusal; empty when the grammar passes."""
+    """The reason of a refusal; empty if the grammar is accepted."""
     try:
         asyncio.run(checker.check(grammar))
     except BadRequest as error:
         return str(error)
     return ""
-
-
-def children() -> set[int]:
-    """Worker processes of this one."""
-    mine = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        worker = b"cairn.server.grammar_worker" in command and fields[0] != "Z"
-        if worker and int(fields[1]) == os.getpid():
-            mine.add(int(entry.name))
-    return mine
 
 
 def test_good_and_wrong_grammars(checker: GrammarChecker) -> None:
@@ -153,17 +139,17 @@ def test_too_much_memory_is_refused(checkers: Callable[..., GrammarChecker]) -> 
 def test_a_worker_that_was_killed_or_stopped_is_replaced(
     checkers: Callable[..., GrammarChecker],
 ) -> None:
-    before = children()
+    before = worker_pids("grammar_worker")
     checker = checkers(workers=1, seconds=0.5)
     assert verdict(checker, GOOD) == ""
-    (first,) = children() - before
+    (first,) = worker_pids("grammar_worker") - before
     os.kill(first, signal.SIGKILL)
     assert verdict(checker, Grammar("regex", "b")) == ""
-    (second,) = children() - before - {first}
+    (second,) = worker_pids("grammar_worker") - before - {first}
     os.kill(second, signal.SIGSTOP)
     assert "takes more than" in verdict(checker, Grammar("regex", "c" * 500_000))
     assert verdict(checker, Grammar("regex", "d")) == ""
-    assert second not in children()
+    assert second not in worker_pids("grammar_worker")
 
 
 def test_verdicts_are_remembered(checkers: Callable[..., GrammarChecker]) -> None:
@@ -190,12 +176,12 @@ def test_too_many_at_once_are_told_to_come_back(checkers: Callable[..., GrammarC
 
 
 def test_closing_ends_the_workers(checkers: Callable[..., GrammarChecker]) -> None:
-    before = children()
+    before = worker_pids("grammar_worker")
     checker = checkers()
     assert verdict(checker, GOOD) == ""
-    assert children() - before
+    assert worker_pids("grammar_worker") - before
     checker.close()
-    assert children() == before
+    assert worker_pids("grammar_worker") == before
 
 
 def test_a_model_without_a_tokenizer_takes_no_grammar() -> None:
@@ -216,7 +202,7 @@ def test_a_worker_that_cannot_start_is_the_servers_fault(
 def test_modules_of_the_working_directory_are_not_run(
     checkers: Callable[..., GrammarChecker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server may be started in the folder of a model, and whose files these are is anyone's."""
+    """The server may run in a folder with untrusted files."""
     for name in ("msgspec", "numpy", "resource"):
         (tmp_path / f"{name}.py").write_text("open('ran', 'w')")
     monkeypatch.chdir(tmp_path)

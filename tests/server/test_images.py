@@ -1,4 +1,4 @@
-"""Images in requests: what reaches the engine, and what is refused."""
+"""Images in requests: what the engine gets, and errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_an_image_reaches_the_engine(api):
     assert item == wanted.item
     assert asked.prompt[span.first - 1] == START and asked.prompt[span.end] == END
     assert asked.prompt[span.first : span.end] == [IMAGE] * span.tokens
-    # A text request has no images, and a message may give the URL alone.
+    # A text request has no images, and a message may give the URL as a string.
     api.answer(CHAT, {"messages": [{"role": "user", "content": "hi"}]})
     assert api.asked.media is None
     detailed = body(URL)
@@ -183,7 +183,7 @@ def test_a_template_without_images(tmp_path):
 
 @pytest.fixture
 def host(tmp_path):
-    """A web server with an image, a redirect to it and one to elsewhere."""
+    """A web server with an image, a redirect to it and one to another host."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -230,7 +230,7 @@ def test_allowed_places(seeing, host, tmp_path):
 
 
 def test_a_server_reads_images_and_survives_bad_ones(tmp_path):
-    """The same image gives the same answer, cached or not, whatever stands between."""
+    """The same image gives the same output, cached or not, with any requests in between."""
     folder = write(tmp_path / "model")
     flags = ("--load-format", "random", "--dtype", "float32", "--limit-mm-per-prompt", "image=2")
     with running(tmp_path, str(folder), *flags) as server:

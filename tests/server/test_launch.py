@@ -1,4 +1,4 @@
-"""Servers that cannot start: one message with cause and remedy, an exit code, and soon."""
+"""Servers that cannot start: one message with cause and hint, an exit code, without delay."""
 
 import json
 import pickle
@@ -21,7 +21,7 @@ SOON = 30.0
 
 
 def refused(words, *arguments, code=2):
-    """The server ends with one line on stderr that holds these words; returns the line."""
+    """The server ends with one line on stderr that contains these words; returns the line."""
     found, told, seconds = fails(*arguments)
     lines = told.splitlines()
     assert found == code, told
@@ -34,7 +34,7 @@ def refused(words, *arguments, code=2):
 
 @pytest.fixture
 def taken():
-    """A port that somebody listens on."""
+    """A port on which another process listens."""
     with socket.create_server((LOOPBACK, 0)) as listener:
         yield listener.getsockname()[1]
 
@@ -68,7 +68,7 @@ def test_no_memory():
 
 @pytest.fixture
 def model(tmp_path):
-    """A copy of the embedded model, to be damaged."""
+    """A copy of the embedded model, to be corrupted."""
     return Path(shutil.copytree(default_model_path(), tmp_path / "model"))
 
 
@@ -81,7 +81,7 @@ def test_a_missing_shard(model):
 
 
 class Bomb:
-    """Leaves a mark when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark):
         self.mark = mark
@@ -91,7 +91,7 @@ class Bomb:
 
 
 def booby_trap(model, mark):
-    """Code that transformers would import, in every place where a folder can name it."""
+    """Code that transformers would import, in every file of a folder that can name it."""
     (model / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
     names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     config = json.loads((model / "config.json").read_text())

@@ -53,7 +53,7 @@ def test_a_bomb_of_brackets_is_seen():
 
 
 def read(messages, scope=SCOPE, **options):
-    """What a handler gets of a body that arrives as these messages, and how many were taken."""
+    """The body that a handler gets from these ASGI messages, and how many of them were read."""
     taken = 0
 
     async def receive():
@@ -129,7 +129,7 @@ def test_a_head_that_never_ends_is_hung_up_on(monkeypatch):
         await send({"type": "http.response.body"})
 
     async def talk(port, *parts):
-        """What comes back until the server hangs up."""
+        """What the server sends until it closes the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for part in parts:
             writer.write(part)

@@ -1,4 +1,4 @@
-"""What lm-eval's `local-completions` sends to /v1/completions, and what it reads of the answers."""
+"""Requests of lm-eval's `local-completions` to /v1/completions, and the fields that it reads."""
 
 import httpx
 import pytest
@@ -27,8 +27,8 @@ def generate(live, contexts, tokens=8, **fields):
 
 
 def loglikelihoods(live, pairs, max_tokens=1):
-    """(log-likelihood, is greedy) of each continuation (context ids, continuation ids), as lm-eval
-    sums it up: the last entry is the generated token."""
+    """(log-likelihood, is greedy) of each continuation (context ids, continuation ids), computed as
+    in lm-eval: the last entry is the generated token."""
     choices = ask(
         live,
         prompt=[[*context, *continuation] for context, continuation in pairs],

@@ -1,7 +1,7 @@
-"""Log-probabilities in the shapes of the API."""
+"""Log-probabilities in the formats of the API."""
 
 from cairn.engine.messages import Position
-from cairn.server.logprobs import LegacyLogprobs, best, value_of
+from cairn.server.logprobs import LegacyLogprobs, best, chosen_logprob
 
 
 class Twins:
@@ -19,14 +19,14 @@ class Twins:
 
 def test_minus_infinity_is_a_number():
     position = Position((1, 2), (-0.1, float("-inf")), (1, 2))
-    assert value_of(position, 2) == -9999.0
+    assert chosen_logprob(position, 2) == -9999.0
     assert best(position, 2) == [(1, -0.1), (2, -9999.0)]
 
 
 def test_the_token_is_reported_beside_the_best():
     position = Position((1, 5, 9), (-0.1, -0.2, -7.0), (1, 2, 40))
     assert best(position, 2) == [(1, -0.1), (5, -0.2)]
-    assert value_of(position, 9) == -7.0
+    assert chosen_logprob(position, 9) == -7.0
 
 
 def test_the_likelier_of_two_tokens_with_one_text_speaks_for_it():

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API over an engine that says what the test wants."""
+"""Anthropic's Messages API with scripted outputs."""
 
 import json
 
@@ -138,7 +138,7 @@ def test_fields_without_effect_are_accepted(tool_api):
     )
     assert prompt_of(tool_api, given) == plain
     thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
-    # The programs that keep a history write fields of their own into it.
+    # Programs that store a history add fields of their own.
     said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes.", "id": "b"}]}
     said["timestamp"] = 1
     text = prompt_of(tool_api, body(USER, said, USER))

@@ -1,4 +1,4 @@
-"""What is served."""
+"""/v1/models."""
 
 from tests.server.fake_client import LAYERS
 

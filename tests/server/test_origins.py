@@ -1,4 +1,4 @@
-"""Pages of other sites that may ask the server from a browser."""
+"""CORS: websites whose pages may call the API."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Bodies that are no requests: always an answer of the 4xx kind that says what is wrong."""
+"""Invalid request bodies: always a 4xx response that names the error."""
 
 import json
 
@@ -47,7 +47,7 @@ def number_fields():
 
 @pytest.mark.parametrize("path, name", [*number_fields()])
 def test_odd_numbers(api, path, name):
-    """A field of numbers takes what it can use; whatever it takes, the engine can be told."""
+    """A numeric field accepts only values that the engine accepts."""
     rest = json.dumps(POSTS[path])[:-1]
     for number in (*IMPOSSIBLE, *ODD):
         response = post(api, path, f'{rest}, "{name}": {number}}}')
@@ -93,7 +93,7 @@ def test_no_request(api, path, body):
 
 @pytest.mark.parametrize("depth", [500, 100_000])
 def test_depth_without_the_servers_own_bound(depth):
-    """The reader itself survives what the bound on nesting would let through."""
+    """The parser itself survives deeper nesting than the limit allows."""
     text = b'{"prompt": "a", "suffix": ' + b"[" * depth + b"]" * depth + b"}"
     with pytest.raises(BadRequest):
         read(text, CompletionRequest)
@@ -107,7 +107,7 @@ def test_ten_megabytes_of_text(api):
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_only_json_is_read(api, kind):
-    """What a page of another site can make a browser send without asking."""
+    """Requests that a website can make a browser send without a preflight."""
     response = post(api, "/v1/completions", b'{"prompt": "hi"}', kind)
     assert response.status_code == 415
     assert "application/json" in response.json()["error"]["message"]
@@ -222,7 +222,8 @@ def test_sounds_and_files_are_refused_by_name(api, kind, value):
 
 @pytest.mark.parametrize("endpoint", [e for e in ENDPOINTS if e.body], ids=lambda e: e.path)
 def test_a_tag_is_never_left_out(endpoint):
-    """msgspec takes the tag of the only struct of a union for granted; the description does not."""
+    """msgspec does not require the tag of the only struct in a union; the OpenAPI description
+    does."""
     seen, left = set(), [inspect.type_info(endpoint.body)]
     while left:
         kind = left.pop()

@@ -1,4 +1,4 @@
-"""Plans for Ray Serve and, where Ray is installed, a cluster of this machine that serves one."""
+"""Plans for Ray Serve and, if Ray is installed, a cluster on this machine that serves one."""
 
 import asyncio
 import json
@@ -14,8 +14,8 @@ import pytest
 
 from cairn.errors import BadConfig, BadRequest
 from cairn.llm import LLM
-from cairn.server.prefill import AfterPrefill, prompt_computed
 from cairn.server.ray import plan_of
+from cairn.server.remote_prefill import RemotePrefillMiddleware, run_prefill
 from cairn.types import SamplingParams
 from tests.engine.children import MODEL
 from tests.server.running import PROGRAM
@@ -106,7 +106,7 @@ def test_prompts_have_servers_of_their_own():
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_prompt_is_computed_elsewhere_first(failing):
-    """Through the server's own application; where that fails the request goes on as it was."""
+    """Through the server's application; on failure the request continues unchanged."""
     asked: list[dict] = []
 
     async def answer(scope, receive, send):
@@ -118,9 +118,9 @@ def test_a_prompt_is_computed_elsewhere_first(failing):
         await send({"type": "http.response.body", "body": json.dumps(given).encode()})
 
     async def prompt(path, headers, body):
-        return await prompt_computed(answer, path, headers, body)
+        return await run_prefill(answer, path, headers, body)
 
-    transport = httpx.ASGITransport(AfterPrefill(answer, prompt))
+    transport = httpx.ASGITransport(RemotePrefillMiddleware(answer, prompt))
 
     async def post(path, **body):
         async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
@@ -198,7 +198,7 @@ def test_replicas_on_ray_serve_and_come_back(tmp_path):
         os.kill(lost, signal.SIGKILL)
         wait_for(lambda: len(engines()) == 2 and lost not in engines())
         assert kept in engines()
-        # Until Ray's proxy knows it, it may still ask the one that has ended.
+        # Until Ray's proxy is notified, it may still use the replica that has ended.
         answers = wait_for(lambda: all(found := [served() for _ in range(6)]) and found)
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {first}
     finally:
@@ -223,7 +223,7 @@ def test_prefill_and_decode_on_ray(tmp_path):
         wait_for(lambda: len(engines()) == 2 and served())
         prompt = "The river goes down to the sea, and the sea goes up to the sky again. " * 4
         answer = complete(prompt=prompt).json()
-        # The engine that decodes has not seen it before.
+        # The decoding engine has not seen it before.
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 64
     finally:
         process.terminate()

@@ -143,7 +143,7 @@ def compiler():
 
 
 def takes(compiler, grammar, tokens):
-    """Whether an output of these tokens is whole."""
+    """Whether an output of these tokens is complete."""
     state = compiler.compile(grammar, [END])
     for token in tokens:
         state.accept(token)

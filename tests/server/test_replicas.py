@@ -1,4 +1,4 @@
-"""Two real engines behind one API, asked in this process."""
+"""Two real engines with one API, called in this process."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from tests.engine.children import MODEL, OPTIONS, collect, gone, until
 
 PAGE_TOKENS = 63
 START_SECONDS = 200.0
-"""Of a replica, on a machine that does much else."""
+"""Seconds that a replica may take on a busy machine."""
 SERVER = ServerOptions(data_parallel_size=2, max_waiting=101)
 LONG = SamplingParams(max_tokens=100_000, ignore_eos=True)
 
@@ -51,7 +51,7 @@ def served(runner):
 
 @pytest.fixture
 def state(served, runner):
-    """After the test both replicas serve, hold nothing and account for every page."""
+    """After the test both replicas serve, have no requests and account for every page."""
     yield served
     client = served.client
     runner.run(until(lambda: not client.down and client.load == (0, 2 * 16 + 101)))
@@ -66,7 +66,7 @@ async def asked(app, method, path, **arguments):
 
 
 def lived(state):
-    """Processes of the replicas by number."""
+    """Processes of the replicas by index."""
     return {i: engine.pid for i, engine in enumerate(state.client.engines)}
 
 
@@ -78,7 +78,7 @@ JOBS = [
     ("Digits", {"seed": 1, "max_tokens": 4, "grammar": Grammar("regex", "[0-9]+")}),
 ]
 SEEDS = {2: (3 << 32) + 3, 3: (3 << 32) + 5}
-"""What a single engine whose seed is 3 gives to those that bring none."""
+"""The output of a single engine with seed 3 for requests without a seed."""
 
 
 def test_tokens_are_those_of_one_engine_whichever_serves(state, runner):

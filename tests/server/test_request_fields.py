@@ -1,5 +1,5 @@
-"""Every field of every request struct changes something, is refused by name, or is known to change
-nothing. The structs are walked: a field without an example here fails."""
+"""Every field of every request struct has an effect, is refused, or is marked as without effect.
+The test iterates over the structs, so a field without an example fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from cairn.server.options import ServerOptions
 from cairn.server.protocol.chat import ChatRequest
 from cairn.server.protocol.completions import CompletionRequest
-from cairn.server.protocol.fields import Fields, History, marked
+from cairn.server.protocol.fields import ConversationPart, Fields, marked
 from cairn.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.fake_api import FakeApi, events_of
 
@@ -29,16 +29,16 @@ ASKED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 @dataclass
 class Change:
-    """A field's value, and what the request holds beside it."""
+    """A field's value, and other fields that the request needs."""
 
     value: object
     beside: dict = field(default_factory=dict)
     without: object = None
-    """The value that it is compared with; None leaves the field out."""
+    """The value to compare with; None omits the field."""
 
 
 THINKS = 3
-"""A seed at which the model thinks before it answers."""
+"""A seed with which the model reasons before it answers."""
 SAMPLING = {
     "model": "another",
     "temperature": 0.5,
@@ -238,9 +238,9 @@ NESTED = {
     "FunctionChoice.name": (named_choice("look"), named_choice("other")),
 }
 OF_IMAGES = {"ImagePart.image_url", "VideoPart.video_url", "MediaUrl.url", "MediaUrl.detail"}
-"""Served by models that see, see test_images."""
+"""Supported by models with a vision encoder, see test_images."""
 UNSEEN = {
-    # (struct, field): a request in which the field stands, without effect or refused.
+    # (struct, field): a request that contains the field, without effect or refused.
     "StreamOptions.include_obfuscation": lambda value: (
         said() | {"stream": True, "stream_options": {"include_obfuscation": value}}
     ),
@@ -278,7 +278,7 @@ def assistant(name, value):
 
 
 def structs_in(kind):
-    """Structs of our own that a type holds."""
+    """The structs that a type contains."""
     if isinstance(kind, inspect.StructType):
         yield kind.cls
     elif isinstance(kind, inspect.UnionType):
@@ -304,13 +304,13 @@ def nested_structs():
 
 
 def names(struct):
-    """Fields of a struct but those that can have one value only."""
+    """Fields of a struct except those with a single possible value."""
     fields = msgspec.structs.fields(struct)
     return [field.encode_name for field in fields if not is_constant(inspect.type_info(field.type))]
 
 
 def is_constant(kind):
-    """Whether one value is all that a field may have, or null."""
+    """Whether a field has a single possible value, or null."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     return all(
         isinstance(each, inspect.NoneType)
@@ -344,7 +344,7 @@ def api(tool_tokenizer):
 
 
 def observed(api, path, body):
-    """All that a request leads to, but ids and times."""
+    """The effects of a request, without ids and times."""
     response = api.post(path, body)
     assert response.status_code < 500, response.text
     streamed = response.headers["content-type"].startswith("text/event-stream")
@@ -359,8 +359,8 @@ def observed(api, path, body):
 
 
 def differ(api, path, before, after, refused):
-    """Both requests are served (the second is not, where the field's effect is a refusal), and
-    what they lead to differs."""
+    """Both requests succeed (the second one fails if the field's effect is an error), and their
+    effects differ."""
     first = observed(api, path, before)
     assert first[0] == 200, first
     second = observed(api, path, after)
@@ -437,7 +437,7 @@ def test_nested_refused_by_name(api, name):
 
 
 def test_values_that_ask_for_nothing(api):
-    """Clients write them where others leave a field out."""
+    """Clients send them instead of omitting a field."""
     _, body = REQUESTS[CompletionRequest]
     assert observed(api, COMPLETE, body | {"best_of": 1}) == observed(api, COMPLETE, body)
     assert api.error(COMPLETE, body | {"best_of": 1, "n": 2})["param"] == "best_of"
@@ -476,7 +476,7 @@ def test_nested_without_effect(api, name):
 @pytest.mark.parametrize("struct", [*REQUESTS, *nested_structs().values()], ids=label)
 def test_unknown_field_refused(struct):
     assert issubclass(struct, Fields)
-    assert struct.__struct_config__.forbid_unknown_fields != issubclass(struct, History)
+    assert struct.__struct_config__.forbid_unknown_fields != issubclass(struct, ConversationPart)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over an engine that says what the test wants, asked by OpenAI's client."""
+"""OpenAI's Responses API with scripted outputs, called by OpenAI's client."""
 
 import asyncio
 

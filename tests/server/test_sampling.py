@@ -1,4 +1,4 @@
-"""From a request's fields to sampling parameters, within the operator's limits."""
+"""From a request's fields to sampling parameters, and the server's limits."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""schemathesis over the server's own description, without an engine: no 5xx whatever comes."""
+"""schemathesis with the server's OpenAPI description, without an engine: no request gives a 5xx."""
 
 import pytest
 import schemathesis
@@ -9,12 +9,12 @@ from cairn.server.openapi import describe
 from tests.server.fake_api import FakeApi
 
 EXAMPLES = 15
-"""Of each operation."""
+"""Examples per operation."""
 FEW_TOKENS = 4
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 HEALTH = list(HealthCheck)
 
-# What a description cannot say (a field that goes with another one, an empty prompt) is refused.
+# Rules that a description cannot express (a field that requires another one, an empty prompt).
 EXCLUDED = [positive_data_acceptance]
 
 RANDOM = schemathesis.openapi.from_dict(describe())
@@ -22,14 +22,14 @@ RANDOM.config.phases.coverage.enabled = False
 
 
 def tame(case):
-    """Valid bodies name the served model and ask for few tokens; wrong ones stay wrong."""
+    """Valid bodies name the served model and request few tokens; invalid ones stay invalid."""
     body = case.body
     if not isinstance(body, dict) or not case.path.startswith("/v1/"):
         return
     if isinstance(body.get("model"), str):
         body["model"] = "tiny"
     if body.get("prompt") in ("", [""]):
-        # Valid where a tokenizer begins texts with a token, as this one does not.
+        # Valid if a tokenizer begins texts with a token, which this one does not.
         body["prompt"] = "x"
     for name in LIMITS:
         value = body.get(name)

@@ -1,4 +1,4 @@
-"""schemathesis over the server's own description and a real server: no 5xx and no hang.
+"""schemathesis with the server's OpenAPI description and a real server: no 5xx and no hang.
 
 To collect this takes seconds, in which the systematic examples are made; see conftest.py.
 """
@@ -14,7 +14,7 @@ from tests.server.running import running
 from tests.server.test_schema_fuzz import EXCLUDED, HEALTH, tame
 
 EXAMPLES = 700
-"""Random ones of each operation, beside the systematic ones."""
+"""Random examples per operation, in addition to the systematic ones."""
 SECONDS = 5.0
 
 SCHEMA = schemathesis.openapi.from_dict(describe())
@@ -22,7 +22,7 @@ SCHEMA = schemathesis.openapi.from_dict(describe())
 
 @pytest.fixture(scope="module")
 def fuzzed(tool_model, tmp_path_factory):
-    """A real server for nothing but this."""
+    """A real server for this module only."""
     folder = tmp_path_factory.mktemp("fuzzed")
     flags = ("--served-model-name", "tiny", "--max-model-len", "256")
     with running(folder, str(tool_model), *flags) as server:
@@ -46,7 +46,7 @@ def test_real_server(case, fuzzed):
 
 @pytest.mark.slow
 def test_real_server_came_through(fuzzed):
-    """The same engine process serves, and the cases were many and not all refused."""
+    """The same engine process serves, and there were many cases, not all of them errors."""
     server, engine = fuzzed
     assert server.engine.pid == engine
     assert server.complete().status_code == 200

@@ -1,4 +1,4 @@
-"""Streams of events and waiting clients, without the rest of the server."""
+"""Event streams and waiting clients, without the rest of the server."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from starlette.requests import ClientDisconnect
 
 from cairn.errors import BadRequest
 from cairn.server import sse
-from cairn.server.sse import EventStream, unless_gone
+from cairn.server.sse import EventStream, cancel_on_disconnect
 from tests.server.raw import Raw
 
 
@@ -127,7 +127,7 @@ def test_work_of_a_client_that_left_is_cancelled():
         raw = Raw("/", {})
         raw.leave()
         with pytest.raises(ClientDisconnect):
-            await unless_gone(raw.receive, work())
+            await cancel_on_disconnect(raw.receive, work())
 
     asyncio.run(run())
     assert ended
@@ -140,8 +140,8 @@ def test_result_and_error_of_work():
         return 3
 
     async def run():
-        assert await unless_gone(Raw("/", {}).receive, work()) == 3
+        assert await cancel_on_disconnect(Raw("/", {}).receive, work()) == 3
         with pytest.raises(BadRequest):
-            await unless_gone(Raw("/", {}).receive, work(BadRequest("no")))
+            await cancel_on_disconnect(Raw("/", {}).receive, work(BadRequest("no")))
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Chat templates against what a folder may hold: real worker processes."""
+"""The template renderer with hostile templates: real worker processes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from cairn.server.templates import TemplateRenderer
 from tests.server.conftest import model_with_template
 from tests.server.fake_api import FakeApi, chat_body
 from tests.server.raw import Raw
+from tests.server.running import worker_pids
 
 PATH = "/v1/chat/completions"
 GOOD = "{% for message in messages %}{{ message.role }}: {{ message.content }}{% endfor %}"
@@ -51,7 +52,7 @@ def rendered(renderer: TemplateRenderer, *arguments: Any, **more: Any) -> str:
 
 @pytest.fixture
 def renderers() -> Iterator[Callable[..., TemplateRenderer]]:
-    """Makes renderers and closes them in the end."""
+    """Creates renderers and closes them at the end."""
     made: list[TemplateRenderer] = []
 
     def make(**options: Any) -> TemplateRenderer:
@@ -69,21 +70,6 @@ def renderer() -> Iterator[TemplateRenderer]:
     asyncio.run(renderer.open())
     yield renderer
     renderer.close()
-
-
-def children() -> set[int]:
-    """Worker processes of this one."""
-    mine = set()
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            command = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        worker = b"cairn.server.template_worker" in command and fields[0] != "Z"
-        if worker and int(fields[1]) == os.getpid():
-            mine.add(int(entry.name))
-    return mine
 
 
 def test_a_conversation_is_rendered(renderer: TemplateRenderer) -> None:
@@ -125,7 +111,7 @@ def test_a_template_without_an_end_is_ended_and_the_next_goes_on(
     with pytest.raises(BadRequest, match="more than 2 seconds.*correct the template"):
         rendered(renderer, template)
     assert rendered(renderer) == "user: hi"
-    assert len(children()) <= 2
+    assert len(worker_pids("template_worker")) <= 2
 
 
 @pytest.mark.parametrize("template", [DOUBLING, "{{ 'x' * 10 ** 12 }}"])
@@ -144,22 +130,22 @@ def test_a_text_that_is_far_longer_than_its_messages_is_refused(renderer: Templa
 def test_opening_starts_a_worker_or_says_why_not(
     renderers: Callable[..., TemplateRenderer],
 ) -> None:
-    before = children()
+    before = worker_pids("template_worker")
     asyncio.run(renderers().open())
-    assert len(children() - before) == 1
+    assert len(worker_pids("template_worker") - before) == 1
     with pytest.raises(CairnError, match="template_worker cannot be started.*10485760 bytes"):
         asyncio.run(renderers(memory=10 << 20).open())
 
 
 def test_a_worker_that_was_killed_is_replaced(renderers: Callable[..., TemplateRenderer]) -> None:
-    before = children()
+    before = worker_pids("template_worker")
     renderer = renderers(workers=1)
     assert rendered(renderer) == "user: hi"
-    (first,) = children() - before
+    (first,) = worker_pids("template_worker") - before
     os.kill(first, signal.SIGKILL)
     assert rendered(renderer) == "user: hi"
     renderer.close()
-    assert children() == before
+    assert worker_pids("template_worker") == before
 
 
 def test_too_many_at_once_are_told_to_come_back(
@@ -196,7 +182,7 @@ def test_other_requests_go_on_beside_a_template_without_an_end(
     api.state.templates = renderer
 
     async def run() -> Raw:
-        # Both workers are there.
+        # Both workers are running.
         await asyncio.gather(renderer.render(given()), renderer.render(given()))
         endless = Raw(PATH, chat_body("stop", max_tokens=2))
         task = endless.start(api.app)

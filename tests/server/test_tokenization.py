@@ -1,4 +1,4 @@
-"""What a prompt is to the model."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Answers that may hold calls whose arguments follow their schemas."""
+"""Outputs that may contain calls whose arguments follow their schemas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cairn.engine.grammar import GrammarCompiler, Vocabulary, unpack
 from cairn.server.tool_grammars import strict_grammar
 from cairn.types import Grammar
-from tests.server.test_tools import read
+from tests.server.test_tool_parser import read
 
 ADD = {
     "type": "function",
@@ -42,7 +42,7 @@ def compiler() -> GrammarCompiler:
 
 
 def takes(compiler: GrammarCompiler, grammar: Grammar, text: str) -> bool:
-    """Whether the text, in the largest tokens there are, satisfies the grammar."""
+    """Whether the text, in the longest tokens possible, satisfies the grammar."""
     state, data = compiler.compile(grammar, [END]), text.encode()
     while data:
         token = next((256 + i for i, p in enumerate(PIECES) if data.startswith(p)), data[0])

@@ -1,4 +1,4 @@
-"""Fields that vLLM's clients send beside OpenAI's."""
+"""vLLM's additional request fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from tests.server.fake_api import chat_body
 from tests.server.fake_client import WORDS
 from tests.server.test_chat import PATH
-from tests.server.test_tools import takes
+from tests.server.test_tool_parser import takes
 
 COMPLETE = "/v1/completions"
 

@@ -1,4 +1,4 @@
-"""A folder of text to train on, and a recipe that takes seconds."""
+"""A folder of training text, and a recipe that takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = "stone path river light under over walks finds every little grey cold re
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 files of lines that can be learned."""
+    """60 files of learnable lines."""
     folder = tmp_path_factory.mktemp("library")
     rng = random.Random(0)
     for i in range(60):
@@ -26,7 +26,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe() -> Recipe:
-    """The shipped recipe in small, in two stages."""
+    """A small version of the shipped recipe, in two stages."""
     small = smoke(embedded())
     stages = (Stage(0.5, 128, 2, (2, 8), 0.9), Stage(0.5, 256, 1, (2,), 0.5))
     return replace(small, steps=8, stages=stages, log_steps=1, checkpoint_steps=4)

@@ -1,4 +1,4 @@
-"""Batches: exact lengths, questions after their facts, nothing held out is trained on."""
+"""Batches: exact lengths, questions after their facts, no held-out text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trained model is the served one: logits, names, and what is refused."""
+"""The trained model equals the served one: logits, tensor names, errors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.engine.harness import engine, greedy, run
 from tests.specs import hils_of
 
 TOKENS = 180
-"""Twelve pages of 16 slots, less their landmarks."""
+"""Twelve pages of 16 slots, without their landmarks."""
 
 
 def small(recipe: Recipe, **changes: object) -> TrainedModel:
-    """Random weights as a checkpoint holds them, of a size at which every part tells."""
+    """Random weights in a checkpoint's format, large enough that every part has an effect."""
     model = TrainedModel(load_spec({**smoke(recipe).config, **changes}), seed=3)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -69,7 +69,7 @@ def test_the_engine_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     scale = np.abs(own).max()
     assert np.abs(own - served).max() < 2e-4 * scale
     if hils_of(model.spec) is not None:
-        # The far pages matter in this model, so that the comparison can fail.
+        # Pages beyond the window matter in this model, so that the comparison can fail.
         assert np.abs(logprobs(model, ids, topk=1) - served).max() > 1e-2 * scale
 
 

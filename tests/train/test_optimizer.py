@@ -1,4 +1,4 @@
-"""Muon's matrices are near orthogonal; Adam is torch's."""
+"""Muon's matrices are nearly orthogonal; Adam equals torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: what ships, and what is refused of a file."""
+"""Recipes: the shipped ones, and errors in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs: they learn, go on from where they were cut, and leave a model that is served."""
+"""Whole runs: they learn, resume after an interruption, and write a model that can be served."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_impossible_training_options_are_refused(go, recipe, change, told):
 
 
 def test_the_shipped_command_in_small(library, tmp_path, capfd):
-    """Every stage and kind of layer of the shipped recipe; then the folder is a MODEL."""
+    """All stages and kinds of layers of the shipped recipe; then the folder is a MODEL."""
     arguments = ["train", "--recipe", "embedded", "--smoke", "--data", str(library)]
     arguments += ["--output", str(tmp_path), "--device", "cpu"]
     with pytest.raises(SystemExit) as end:

@@ -1,4 +1,4 @@
-"""sequence_attention: the rule against the engine's own op, gradients against autograd."""
+"""sequence_attention: results compared with the engine's op, gradients with autograd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def arguments(
     make, heads, pages = Make(device, seed=length), groups * group, length // SIZE
     q = make.randn(2, length, heads, 16, dtype=dtype, scale=2.0)
     k, v = (make.randn(2, length, groups, 16, dtype=dtype) for _ in range(2))
-    # Fourths: no rounding brings scores into another order.
+    # Multiples of 1/4, so that rounding does not change the order of scores.
     z = make.randint(-8, 9, 2, length, heads, 16).to(dtype) / 4
     key = make.randint(-8, 9, 2, pages, heads, 16).to(dtype) / 4
     return [q, k, v, z, key, make.randint(0, 9, 2, pages, heads).float() / 4]
@@ -71,7 +71,7 @@ def test_a_plain_window_is_what_the_engine_serves(mask: bool) -> None:
 
 
 def gradients(given: list[Tensor], name: str, **options: Any) -> dict[str, Tensor]:
-    """Results and gradients of one implementation, for a loss that weighs all results."""
+    """Results and gradients of one implementation, for a loss that weights all results."""
     own = [x.clone().requires_grad_() for x in given]
     own += [None] * (len(NAMES) - len(own))
     o, page_mass = sequence_attention.using(name)(*own, SIZE, **options)
@@ -135,8 +135,8 @@ def test_gradients(
 
 
 def test_the_definition_is_differentiated_right() -> None:
-    """Finite differences: the definition's own masks must not cut a gradient."""
-    # Between the fourths, so that a small step changes no selection.
+    """Finite differences: the definition's masks must not stop a gradient."""
+    # Between the multiples of 1/4, so that a small step changes no selection.
     own = [(x[:1].double() + 0.01 * i).requires_grad_() for i, x in enumerate(arguments(1, 2, 48))]
 
     def call(*tensors: Tensor) -> tuple[Tensor, Tensor]:

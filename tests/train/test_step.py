@@ -1,4 +1,4 @@
-"""A captured step on a GPU is the eager one, and may be interrupted anywhere."""
+"""A captured step on a GPU equals the eager one, and can be interrupted anywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts can be answered from their statements, and from them alone."""
+"""Facts can be answered from their statements, and only from them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_chains_can_be_followed_in_any_order():
 
 @pytest.mark.parametrize("kind", ["line", "chain"])
 def test_the_demo_asks_in_a_form_that_is_trained(kind):
-    """What `cairn demo` hides and asks is one of the forms."""
+    """The facts of `cairn demo` are among the forms."""
     demo = next(fact for fact in make_facts(1, random.Random(0)) if fact.kind == kind)
     shape = re.compile(r"\w+(?==)|(?<==)\w+|(?<=ask )\w+")
     wanted = {shape.sub("x", text) for text in (*demo.lines, demo.question.strip())}

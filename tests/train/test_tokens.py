@@ -1,4 +1,4 @@
-"""Tokenizers are lossless; the byte one is the embedded model's."""
+"""Tokenizers are lossless; the byte tokenizer is the embedded model's."""
 
 from __future__ import annotations
 

@@ -40,19 +40,19 @@ ENVIRONMENT = {
     "overrides it. Default: `warning`.",
     "CAIRN_LOG_FORMAT": "`text`, or `json` for one JSON object a line; `cairn serve --log-format` "
     "overrides it. Default: `text`.",
-    "CAIRN_API_KEY": "Key that `cairn serve` asks clients for, and that `cairn bench` and "
-    "`cairn eval` send to a server.",
-    "CAIRN_CLUSTER_SECRET": "Secret that servers with `--disaggregation-mode` share; without it no "
-    "other machine may ask for pages.",
+    "CAIRN_API_KEY": "API key that `cairn serve` requires, and that `cairn bench` and `cairn eval` "
+    "send to a server.",
+    "CAIRN_CLUSTER_SECRET": "Secret that the hosts of `--nnodes` and servers with "
+    "`--disaggregation-mode` share; without it they accept connections from this machine only.",
     "CAIRN_OPS": "Which implementation of an op runs: `reference` runs the PyTorch definition of "
     "every op, `NAME=IMPLEMENTATION` forces one; several are separated by commas. `cairn ops` "
     "lists the names.",
     "CAIRN_CHECK_RANKS": "For debugging: `1` makes the ranks of one host compare hidden states in "
-    "every step without a CUDA graph; the engine ends where they differ.",
-    "CAIRN_SYNC_OPS": "For debugging: `1` makes the host wait behind every op, so that an error of "
-    "the GPU names the op that caused it, and lets ops check indices on the GPU.",
-    "CAIRN_COMMIT": "Commit that records of `cairn bench` and `cairn eval` name where the source "
-    "is not a git checkout.",
+    "every step without a CUDA graph; the engine ends if they differ.",
+    "CAIRN_SYNC_OPS": "For debugging: `1` synchronises with the GPU after every op, so that an "
+    "error names the op that caused it, and lets ops check indices on the GPU.",
+    "CAIRN_COMMIT": "Commit to name in records of `cairn bench` and `cairn eval` if the source is "
+    "not a git checkout.",
     "CAIRN_FAULT": "For tests: failures that the engine injects (`raise@STEP`, "
     "`stall:SECONDS@STEP`, `die@STEP`, separated by commas). Refused unless `CAIRN_ALLOW_FAULTS` "
     "is 1.",

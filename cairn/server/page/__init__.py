@@ -1,6 +1,6 @@
-"""The page at `/`: a chat in the browser over the public API, with a view of the pages read.
+"""The chat page at `/`, which also shows the pages of the context that each token read.
 
-Static files and nothing else; what they show they fetch from the API like any other client.
+It consists of static files, which call the public API like any other client.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
 }
 
-# No external and no inline scripts: output of the model cannot run as code.
+# No external and no inline scripts, so that the model's output cannot run as code.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'none'; "
@@ -39,9 +39,9 @@ class Asset:
     """A file of the page.
 
     Attributes:
-        body: its bytes.
-        media_type: by its extension.
-        etag: a hash of the bytes, quoted as HTTP wants it.
+        body: its content.
+        media_type: media type, by its extension.
+        etag: quoted hash of the content.
     """
 
     body: bytes
@@ -49,7 +49,7 @@ class Asset:
     etag: str
 
     def response(self, request: Request) -> Response:
-        """The file, or 304 for a browser that has it."""
+        """The file, or 304 if the browser's copy is current."""
         headers = HEADERS | {"ETag": self.etag}
         if request.headers.get("if-none-match") == self.etag:
             return Response(status_code=304, headers=headers)
@@ -77,7 +77,7 @@ def _route(path: str, asset: Asset) -> Route:
     return Route(path, serve, methods=["GET"])
 
 
-# One route for each file, so that no path traversal is possible.
+# One route per file makes path traversal impossible.
 routes: list[Route] = [
     _route("/", ASSETS["index.html"]),
     *(_route(f"/page/{name}", asset) for name, asset in ASSETS.items() if name != "index.html"),

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: the request with its messages and tools, the answer and its chunks."""
+"""/v1/chat/completions: structs of the request, the response and its chunks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cairn.server.protocol.common import (
 )
 from cairn.server.protocol.explain import LONGEST_NAME, BadField
 from cairn.server.protocol.fields import (
+    ConversationPart,
     Count,
     Fields,
-    History,
     Refusable,
     no_effect,
     refused,
@@ -30,45 +30,45 @@ from cairn.server.protocol.fields import (
 from cairn.types import KvTransferParams
 
 TYPING_ERROR = 0.85
-"""Similarity from which an unknown field of a message counts as a misspelt one."""
+"""Similarity above which an unknown field of a message is reported as a misspelled one."""
 NO_SOUNDS = "this server reads text and images only"
 NO_FUNCTIONS = "it was replaced by tools and tool_choice"
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class TextPart(History, tag_field="type", tag="text"):
-    """A piece of a message's text."""
+class TextPart(ConversationPart, tag_field="type", tag="text"):
+    """Text part of a message."""
 
     text: str
 
 
-class MediaUrl(History):
-    """Where an image or a video is: a data URL, or one that the server allows."""
+class MediaUrl(ConversationPart):
+    """URL of an image or a video: a data URL, or one that the server allows."""
 
     url: str
     detail: Annotated[Any, no_effect("the model's processor chooses the size")] = None
 
 
-class ImagePart(History, tag_field="type", tag="image_url"):
-    """Image part of a message, for models that see."""
+class ImagePart(ConversationPart, tag_field="type", tag="image_url"):
+    """Image part of a message, for models with a vision encoder."""
 
     image_url: MediaUrl | str
 
 
-class VideoPart(History, tag_field="type", tag="video_url"):
-    """Video part of a message: data:video/jpeg;base64 and its frames, with commas between them."""
+class VideoPart(ConversationPart, tag_field="type", tag="video_url"):
+    """Video part of a message: data:video/jpeg;base64 with comma-separated JPEG frames."""
 
     video_url: MediaUrl | str
 
 
-class AudioPart(History, tag_field="type", tag="input_audio"):
-    """A recording."""
+class AudioPart(ConversationPart, tag_field="type", tag="input_audio"):
+    """Audio part of a message; refused."""
 
     input_audio: Annotated[Refusable, refused(NO_SOUNDS)]
 
 
-class FilePart(History, tag_field="type", tag="file"):
-    """A file."""
+class FilePart(ConversationPart, tag_field="type", tag="file"):
+    """File part of a message; refused."""
 
     file: Annotated[Refusable, refused(NO_SOUNDS)]
 
@@ -76,53 +76,53 @@ class FilePart(History, tag_field="type", tag="file"):
 Content = str | list[TextPart | ImagePart | VideoPart | AudioPart | FilePart]
 
 
-class SystemMessage(History, tag_field="role", tag="system"):
+class SystemMessage(ConversationPart, tag_field="role", tag="system"):
     """System message."""
 
     content: Content
     name: str | None = None
 
 
-class DeveloperMessage(History, tag_field="role", tag="developer"):
-    """OpenAI's newer name of the system message; the chat template sees `system`."""
+class DeveloperMessage(ConversationPart, tag_field="role", tag="developer"):
+    """OpenAI's newer name of the system message. The chat template gets role `system`."""
 
     content: Content
     name: str | None = None
 
 
-class UserMessage(History, tag_field="role", tag="user"):
+class UserMessage(ConversationPart, tag_field="role", tag="user"):
     """User message."""
 
     content: Content
     name: str | None = None
 
 
-class FunctionCall(History):
-    """What the assistant called. `arguments` is JSON text, or the object itself; a malformed one
-    of an earlier answer reaches the chat template as it is."""
+class FunctionCall(ConversationPart):
+    """The function of an earlier call. `arguments` is JSON text or an object; malformed text is
+    passed to the chat template unchanged."""
 
     name: str
     arguments: Any = None
 
 
-class ToolCall(History, kw_only=True):
-    """A call that the assistant made, answered by a tool message with its id."""
+class ToolCall(ConversationPart, kw_only=True):
+    """An earlier call of the assistant. The tool message with the result refers to its id."""
 
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCall
 
     def __post_init__(self) -> None:
-        History.__post_init__(self)
+        ConversationPart.__post_init__(self)
         self.type = "function"
 
 
-class AssistantMessage(History, tag_field="role", tag="assistant"):
-    """What the assistant said or called. Content is null where it said nothing.
+class AssistantMessage(ConversationPart, tag_field="role", tag="assistant"):
+    """Message of the assistant. Content is null in a message of calls only.
 
     Attributes:
-        reasoning_content, reasoning: what it thought before, under either name; for templates
-            that read `reasoning_content`.
+        reasoning_content, reasoning: its reasoning, under either name, for templates that read
+            `reasoning_content`.
     """
 
     content: Content | None = None
@@ -136,8 +136,8 @@ class AssistantMessage(History, tag_field="role", tag="assistant"):
     annotations: Annotated[Any, no_effect("no template reads them")] = None
 
 
-class ToolMessage(History, tag_field="role", tag="tool"):
-    """What a tool answered, maybe nothing; `name` is the function's."""
+class ToolMessage(ConversationPart, tag_field="role", tag="tool"):
+    """Result of a tool call; `name` is the function's."""
 
     content: Content | None = None
     tool_call_id: str | None = None
@@ -151,9 +151,10 @@ class FunctionDefinition(Fields):
     """A function that the model may call.
 
     Attributes:
-        name: what the call names.
-        description, parameters: shown to the model; `parameters` is a JSON schema.
-        strict: arguments follow the schema; where `tool_choice` asks for a call, they always do.
+        name: name of the function.
+        description, parameters: description and JSON schema of the arguments, for the template.
+        strict: constrain the arguments to the schema. A `tool_choice` that requires a call always
+            does.
     """
 
     name: FunctionName
@@ -172,13 +173,13 @@ class Tool(Fields):
 
 
 class FunctionChoice(Fields):
-    """Names the function to call."""
+    """Name of the function to call."""
 
     name: FunctionName
 
 
 class NamedTool(Fields):
-    """Asks for a call of one function."""
+    """A `tool_choice` of one function."""
 
     type: Literal["function"]
     function: FunctionChoice
@@ -191,13 +192,13 @@ _MESSAGE_FIELDS = frozenset(
 
 
 class _Names(Struct):
-    """The fields of each message, whatever they are."""
+    """Messages as dicts, to check the names of their fields."""
 
     messages: list[dict[str, msgspec.Raw]] | None = None
 
 
 def check_message_names(body: bytes) -> None:
-    """Raise BadField for a field of a message that is a known one, mistyped."""
+    """Raise BadField for a field of a message that looks like a misspelled known one."""
     for i, message in enumerate(msgspec.json.decode(body, type=_Names).messages or ()):
         for name in message.keys() - _MESSAGE_FIELDS:
             close = _mistyped(name) if len(name) <= LONGEST_NAME else None
@@ -222,22 +223,23 @@ class ChatRequest(SamplingFields, kw_only=True):
     """Body of /v1/chat/completions; see SamplingFields for the rest.
 
     Attributes:
-        messages: the conversation, oldest first.
-        max_completion_tokens, max_tokens: one of them; none: as many as fit.
+        messages: the conversation, oldest message first.
+        max_completion_tokens, max_tokens: maximum number of generated tokens; only one of the two.
+            Default: as many as fit the context.
         logprobs: report the log-probability of each generated token.
-        top_logprobs: and of this many alternatives.
-        tool_choice: "none", "auto" (the default with tools), "required" or one function.
-        parallel_tool_calls: false: the answer ends with the first call.
+        top_logprobs: number of alternatives to report per token.
+        tool_choice: "none", "auto" (the default with tools), "required" or a function.
+        parallel_tool_calls: false ends the output after the first call.
         tools: functions that the model may call.
-        reasoning_effort: as the chat template knows it; "none" also sets its `enable_thinking` to
-            false. A template that knows neither is not told.
-        include_reasoning: false: what the model thought is left out of the answer.
-        separate_reasoning: false: what the model thought stays in the content.
+        reasoning_effort: passed to a chat template that reads `reasoning_effort`. "none" also sets
+            `enable_thinking` to false in a template that reads it.
+        include_reasoning: false omits the reasoning from the response.
+        separate_reasoning: false leaves the reasoning in the content.
         chat_template_kwargs: further variables of the chat template.
-        documents: one of them, in vLLM's form.
-        add_generation_prompt: open the assistant's answer; the default unless the last message is
-            continued.
-        continue_final_message: go on where the last message (the assistant's) ends.
+        documents: the template variable `documents`, as in vLLM.
+        add_generation_prompt: render the beginning of the assistant's message; the default unless
+            `continue_final_message` is set.
+        continue_final_message: continue the last message, which has to be the assistant's.
     """
 
     messages: Messages
@@ -293,9 +295,9 @@ class TokenAlternative(Struct, frozen=True):
     """An alternative token at a position.
 
     Attributes:
-        token: its text; a broken character shows as U+FFFD.
-        logprob: natural logarithm; -9999 stands for no chance at all.
-        bytes: the token's exact UTF-8 bytes.
+        token: its text; an incomplete character is U+FFFD.
+        logprob: natural logarithm of its probability; -9999 for a probability of 0.
+        bytes: its bytes.
     """
 
     token: str
@@ -304,7 +306,7 @@ class TokenAlternative(Struct, frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True):
-    """The token at a position, with its most likely alternatives (itself among them)."""
+    """A generated token with its most likely alternatives, which may include it."""
 
     token: str
     logprob: float
@@ -319,35 +321,35 @@ class ChatLogprobs(Struct, frozen=True):
     refusal: None = None
 
 
-class CalledFunction(Struct, frozen=True):
-    """The function of a call; `arguments` is JSON text."""
+class GeneratedFunction(Struct, frozen=True):
+    """The function of a generated call; `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
-class MadeCall(Struct, frozen=True, tag_field="type", tag="function"):
-    """A call that the model made."""
+class GeneratedCall(Struct, frozen=True, tag_field="type", tag="function"):
+    """A generated tool call."""
 
     id: str
-    function: CalledFunction
+    function: GeneratedFunction
 
 
 class ChatAnswer(Struct, frozen=True, kw_only=True):
-    """The assistant's message."""
+    """The generated message of the assistant."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[MadeCall] | UnsetType = UNSET
+    tool_calls: list[GeneratedCall] | UnsetType = UNSET
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(Struct, frozen=True):
-    """One continuation."""
+    """One of the `n` outputs."""
 
     index: int
     message: ChatAnswer
@@ -359,7 +361,7 @@ class ChatChoice(Struct, frozen=True):
 
 
 class ChatResponse(Struct, frozen=True, kw_only=True):
-    """The whole answer."""
+    """The whole response."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -374,14 +376,14 @@ class ChatResponse(Struct, frozen=True, kw_only=True):
 
 
 class FunctionFragment(Struct, frozen=True, omit_defaults=True):
-    """More of a call: the name comes first, the arguments in fragments."""
+    """Name of a called function, or a fragment of its arguments."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class CallFragment(Struct, frozen=True):
-    """More of the call at `index`; `id` and `type` come with its first fragment."""
+    """A fragment of the call at `index`. The first one has `id` and `type`."""
 
     index: int
     function: FunctionFragment
@@ -390,7 +392,7 @@ class CallFragment(Struct, frozen=True):
 
 
 class ChatDelta(Struct, frozen=True):
-    """What a chunk adds to the message."""
+    """The part of the message in a chunk."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -399,7 +401,7 @@ class ChatDelta(Struct, frozen=True):
 
 
 class ChatChunkChoice(Struct, frozen=True):
-    """Delta of one choice in a chunk of a stream."""
+    """The part of one choice in a chunk."""
 
     index: int
     delta: ChatDelta
@@ -411,7 +413,7 @@ class ChatChunkChoice(Struct, frozen=True):
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
-    """One server-sent event."""
+    """One server-sent event of a streamed response."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"

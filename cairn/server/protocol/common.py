@@ -1,4 +1,4 @@
-"""What chat and plain completions share: sampling fields, output formats, usage."""
+"""Structs that chats and completions share: sampling fields, output formats, usage, errors."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ELSEWHERE = "this server keeps nothing and serves every request alike"
 
 
 class StreamOptions(Fields):
-    """How to stream.
+    """Options of a streamed response.
 
     Attributes:
-        include_usage: a last chunk without choices carries the usage.
-        continuous_usage_stats: every chunk carries the usage so far, all choices together.
-        include_obfuscation: OpenAI's padding against traffic analysis.
+        include_usage: the last chunk has the usage and no choices.
+        continuous_usage_stats: every chunk has the usage so far, summed over choices.
+        include_obfuscation: OpenAI's padding against traffic analysis; no effect.
     """
 
     include_usage: bool | None = None
@@ -54,7 +54,7 @@ class CairnOptions(Fields):
     """Extensions of this server.
 
     Attributes:
-        selection: report which pages of the context each generated token's query read, per
+        selection: report the pages of the context that each generated token's query read, per
             landmark layer. Needs a model with landmark layers, and `max_tokens`.
     """
 
@@ -70,11 +70,12 @@ class JsonObjectFormat(Fields, tag_field="type", tag="json_object"):
 
 
 class JsonSchema(Fields):
-    """A JSON schema that the output follows, always strictly.
+    """A JSON schema that the output follows.
 
     Attributes:
         schema: the schema.
-        name, description, strict: accepted for OpenAI's sake.
+        name, description, strict: fields of OpenAI's API without effect; the schema is always
+            enforced.
     """
 
     schema: dict[str, Any]
@@ -90,13 +91,13 @@ class JsonSchemaFormat(Fields, tag_field="type", tag="json_schema"):
 
 
 class StructuredOutputs(Fields):
-    """What an output looks like, in vLLM's form: one of the first five.
+    """Constraint on the output, in vLLM's format. Exactly one of these fields may be set.
 
     Attributes:
-        json: a JSON schema, or its text.
+        json: a JSON schema, as object or text.
         regex, grammar: as `regex` and `ebnf` of a request.
-        choice: texts, of which the output is one.
-        json_object: true: any JSON object.
+        choice: the output is one of these texts.
+        json_object: true for any JSON object.
     """
 
     json: Schema | None = None
@@ -121,40 +122,41 @@ class SamplingFields(Fields):
     """Fields of every request that generates. Null means the default.
 
     Attributes:
-        model: name of the served model; null: the one there is.
-        max_tokens: at most this many tokens are generated.
-        temperature: 0 always takes the most likely token.
-        top_p: keep the smallest set of tokens whose mass reaches it.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        min_p: keep tokens with this share of the most likely one's mass.
-        n: continuations of each prompt.
-        seed: any 64-bit integer; the same seed gives the same answer.
+        model: name of the served model.
+        max_tokens: maximum number of generated tokens.
+        temperature: sampling temperature; 0 for greedy decoding.
+        top_p: sample from the smallest set of tokens whose probabilities sum to at least this.
+        top_k: sample from the k most likely tokens; 0 or -1 for all.
+        min_p: drop tokens whose probability is below this share of the most likely token's.
+        n: number of outputs per prompt.
+        seed: 64-bit seed of the sampling; the same seed gives the same output.
         stop: one or more strings that end the output.
         stop_token_ids: token ids that end the output.
         ignore_eos: the model's end-of-sequence ids do not end the output.
-        skip_special_tokens: false: the text shows special tokens.
+        skip_special_tokens: false includes special tokens in the text.
         include_stop_str_in_output: the text keeps the stop string or stop id that ended it.
-        bad_words: texts that the output does not contain.
-        min_tokens: nothing ends the output before this many tokens.
-        presence_penalty: subtracted once from every token already generated.
-        frequency_penalty: subtracted per occurrence among the generated tokens.
-        repetition_penalty: divides the logits of tokens in prompt or output.
+        bad_words: texts that the output must not contain.
+        min_tokens: minimum number of tokens before a stop condition applies.
+        presence_penalty: subtracted from the logit of every token already generated.
+        frequency_penalty: subtracted from a token's logit for each time it was generated.
+        repetition_penalty: divides positive logits of tokens in prompt and output, and multiplies
+            negative ones.
         logit_bias: token id -> value added to its logit.
-        response_format: what the output looks like: text, any JSON object, a JSON schema.
-        regex: an expression that the whole output matches.
-        ebnf: a grammar (Lark or GBNF) that the output follows.
-        structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar: the same in
-            vLLM's forms. Of all these fields one may be given.
-        return_token_ids: the answer tells the ids of prompt and output.
-        return_tokens_as_token_ids: log-probabilities name tokens by their ids, `token_id:5`.
-        prompt_logprobs: report the log-probability of each prompt token and of this many most
-            likely ones; not in streams.
-        truncate_prompt_tokens: keep this many tokens at the end of the prompt; -1: as many as fit.
-        priority: smaller goes first.
-        kv_transfer_params: who computes the prompt and who goes on, in vLLM's form; of two engines
-            that share the work, or of a router in front of them. Not in streams.
-        stream: send the answer piece by piece, as server-sent events.
-        stream_options: of an answer that is streamed.
+        response_format: format of the output: text, any JSON object, or a JSON schema.
+        regex: regular expression that the whole output matches.
+        ebnf: grammar (Lark or GBNF) that the output follows.
+        structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar: the same
+            constraints in vLLM's fields. At most one constraint may be given.
+        return_token_ids: return the token ids of prompt and output.
+        return_tokens_as_token_ids: log-probabilities name tokens by id, as `token_id:5`.
+        prompt_logprobs: report the log-probabilities of each prompt token and of this many
+            alternatives; not in streams.
+        truncate_prompt_tokens: keep this many tokens at the end of the prompt; -1 for as many as
+            fit.
+        priority: requests with smaller values are scheduled first.
+        kv_transfer_params: parameters of disaggregated prefill, in vLLM's format.
+        stream: send the response in pieces, as server-sent events.
+        stream_options: options of a streamed response.
         cairn: extensions of this server.
     """
 
@@ -217,7 +219,7 @@ class CachedTokens(Struct, frozen=True):
     """Prompt tokens by kind.
 
     Attributes:
-        cached_tokens: taken from the prefix cache.
+        cached_tokens: tokens read from the prefix cache.
     """
 
     cached_tokens: int
@@ -248,22 +250,22 @@ class Usage(Struct, frozen=True):
 
 
 class ChoiceExtras(Struct, frozen=True):
-    """Extensions on a choice.
+    """Extensions of a choice.
 
     Attributes:
-        selection: one entry per generated token, each one entry per landmark layer.
+        selection: selected pages, one entry per generated token, with one item per landmark layer.
     """
 
     selection: list[tuple[LayerSelection, ...]]
 
     @classmethod
     def joined(cls, parts: Iterable[ChoiceExtras]) -> ChoiceExtras:
-        """One from several that follow each other."""
+        """Concatenate consecutive parts."""
         return cls([entry for part in parts for entry in part.selection])
 
 
 class ScoredToken(Struct, frozen=True):
-    """A token at a position of a prompt, in vLLM's form."""
+    """Log-probability of a token at a prompt position, in vLLM's format."""
 
     logprob: float
     rank: int
@@ -271,11 +273,11 @@ class ScoredToken(Struct, frozen=True):
 
 
 PromptScore = dict[int, ScoredToken] | None
-"""Token id -> its score, for one position; the first token has none."""
+"""Token id -> log-probability at one prompt position; None for the first position."""
 
 
 class ErrorDetail(Struct, frozen=True):
-    """Error object in OpenAI's form."""
+    """Error object in OpenAI's format."""
 
     message: str
     type: str
@@ -284,6 +286,6 @@ class ErrorDetail(Struct, frozen=True):
 
 
 class ErrorBody(Struct, frozen=True):
-    """Body of every answer that is an error."""
+    """Body of an error response."""
 
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""/v1/completions: the request, the answer and its chunks, in OpenAI's legacy shape."""
+"""/v1/completions: structs of the request, the response and its chunks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     Attributes:
         prompt: a text, token ids, or a list of either.
-        max_tokens: 16 where it is left out; 0 only together with `echo`.
-        echo: the answer begins with the prompt; its log-probabilities are reported as well.
-        logprobs: report the log-probability of each token and of this many most likely ones.
-        add_special_tokens: the tokenizer adds its special tokens (the default) to text prompts.
+        max_tokens: maximum number of generated tokens. Default 16; 0 only with `echo`.
+        echo: the output begins with the prompt, and `logprobs` includes its tokens.
+        logprobs: report the log-probability of each token and of this many alternatives.
+        add_special_tokens: add the tokenizer's special tokens to text prompts (default true).
     """
 
     prompt: str | Prompt
@@ -45,11 +45,11 @@ class CompletionLogprobs(Struct, frozen=True):
     """Four lists with one entry per token.
 
     Attributes:
-        tokens: texts; a token that is no whole character shows as `bytes:\\\\xe2\\\\x82`.
-        token_logprobs: natural logarithms, null for the first token of an echoed prompt.
-        top_logprobs: text -> log-probability of the most likely tokens, the token itself among
-            them; null where its log-probability is.
-        text_offset: index into the answer's text at which the token begins.
+        tokens: texts; a token with an incomplete character is `bytes:\\\\xe2\\\\x82`.
+        token_logprobs: natural logarithms; null for the first token of an echoed prompt.
+        top_logprobs: text -> log-probability of the most likely tokens and the token itself; null
+            for the first token of an echoed prompt.
+        text_offset: offset of the token in the text of the choice.
     """
 
     tokens: list[str]
@@ -62,7 +62,7 @@ LegacyFinish = Literal["stop", "length"]
 
 
 class CompletionChoice(Struct, frozen=True):
-    """One continuation; in a chunk: what was added to it."""
+    """One of the `n` outputs of a prompt, or the new part of it in a chunk."""
 
     index: int
     text: str
@@ -76,7 +76,7 @@ class CompletionChoice(Struct, frozen=True):
 
 
 class CompletionResponse(Struct, frozen=True, kw_only=True):
-    """The whole answer, or one server-sent event of it."""
+    """The whole response, or one server-sent event."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

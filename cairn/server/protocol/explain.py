@@ -1,4 +1,4 @@
-"""What is wrong with a request body: which field, its value, and what to do."""
+"""Error messages for invalid request bodies: the field, its value and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cairn.names import nearest
 LONGEST_NAME = 64
 LONGEST_VALUE = 100
 FEW_FIELDS = 8
-"""A part of a body with at most so many fields has them listed where one is unknown."""
+"""Maximum number of known fields that the error for an unknown field lists."""
 
 Part = str | int
 _PART = re.compile(r"\[(\d+|\.\.\.)\]|([^.\[\]]+)")
@@ -27,7 +27,7 @@ class BadField(BadRequest):
 
     Args:
         param: path of the field in the body, such as `messages[0].content`.
-        message, hint: see CairnError.
+        message, hint: as in CairnError.
     """
 
     def __init__(self, param: str | None, message: str, hint: str | None = None) -> None:
@@ -38,13 +38,13 @@ class BadField(BadRequest):
 def explained(
     error: msgspec.ValidationError, kind: Any, given: Any, within: str = ""
 ) -> BadRequest:
-    """The error for a client, with what it has to change.
+    """Convert an error of msgspec to one that names the field, its value and the allowed values.
 
     Args:
-        error: of decoding or converting.
-        kind: the struct, or a union of some.
-        given: what was to be converted, as plain data.
-        within: path of `given` in the body; empty: it is the body.
+        error: error of decoding or converting.
+        kind: the expected struct, or a union of structs.
+        given: the decoded JSON.
+        within: path of `given` in the body; empty for the whole body.
     """
     text, _, where = str(error).partition(" - at ")
     path = re.sub(r"^.*`\$\.?([^`]*)`$", r"\1", where)
@@ -73,12 +73,12 @@ def explained(
 
 
 def joined(path: str, name: str | None) -> str:
-    """The path of a field inside a part of a body."""
+    """The path of the field `name` inside `path`."""
     return ".".join(part for part in (path, name) if part)
 
 
 def _instead(name: str, fields: Sequence[str]) -> str | None:
-    # Finding the nearest known name of a very long key would take seconds.
+    # The search for the nearest name takes seconds for a very long key.
     close = nearest(name, fields) if len(name) <= LONGEST_NAME else None
     if close is not None:
         return f"Did you mean {close!r}?"
@@ -86,7 +86,7 @@ def _instead(name: str, fields: Sequence[str]) -> str | None:
 
 
 def _shown(given: Any, parts: Sequence[Part]) -> str | None:
-    """The value at a path as JSON; None where it is long, or a list or object."""
+    """The value at a path as JSON; None if it is long, or a list or object."""
     for part in parts:
         given = _item(given, part)
     if given is msgspec.UNSET or isinstance(given, list | dict):
@@ -96,7 +96,7 @@ def _shown(given: Any, parts: Sequence[Part]) -> str | None:
 
 
 def _fields_at(kind: Any, given: Any, parts: Sequence[Part]) -> list[str]:
-    """Fields of the structs at a path."""
+    """Field names of the structs at a path."""
     structs = [t for t in _types_at(kind, given, parts) if isinstance(t, inspect.StructType)]
     names = [field.encode_name for struct in structs for field in struct.fields]
     tags = [struct.tag_field for struct in structs if struct.tag_field]
@@ -104,7 +104,7 @@ def _fields_at(kind: Any, given: Any, parts: Sequence[Part]) -> list[str]:
 
 
 def _choices_at(kind: Any, given: Any, parts: Sequence[Part]) -> list[Any]:
-    """Values that a path may have, where there are few."""
+    """The allowed values at a path, if they are a short list of literals."""
     found: list[Any] = []
     for each in _types_at(kind, given, parts[:-1]):
         if isinstance(each, inspect.StructType) and parts and each.tag_field == parts[-1]:
@@ -116,7 +116,7 @@ def _choices_at(kind: Any, given: Any, parts: Sequence[Part]) -> list[Any]:
 
 
 def _types_at(kind: Any, given: Any, parts: Sequence[Part]) -> list[inspect.Type]:
-    """The types that a value of `kind` may have at a path of `given`."""
+    """The allowed types at a path of `given`, whose type is `kind`."""
     types = _tagged(list(_plain(inspect.type_info(kind))), given)
     for part in parts:
         inner = [found for each in types for found in _inside(each, part)]
@@ -126,7 +126,7 @@ def _types_at(kind: Any, given: Any, parts: Sequence[Part]) -> list[inspect.Type
 
 
 def _tagged(types: list[inspect.Type], given: Any) -> list[inspect.Type]:
-    """Those of the types whose tag an object has; all of them where it has none of their tags."""
+    """The struct types whose tag matches `given`; all types if none matches."""
     matching: list[inspect.Type] = [
         each
         for each in types
@@ -138,7 +138,7 @@ def _tagged(types: list[inspect.Type], given: Any) -> list[inspect.Type]:
 
 
 def _item(given: Any, part: Part) -> Any:
-    """A part of plain data; UNSET where there is none."""
+    """The item or member of `given`; UNSET if it does not exist."""
     try:
         return given[part]
     except (KeyError, IndexError, TypeError):
@@ -146,7 +146,7 @@ def _item(given: Any, part: Part) -> Any:
 
 
 def _plain(kind: inspect.Type) -> Iterator[inspect.Type]:
-    """The members of a union, without annotations."""
+    """Yield the members of a union, without their constraints."""
     if isinstance(kind, inspect.Metadata):
         yield from _plain(kind.type)
     elif isinstance(kind, inspect.UnionType):
@@ -157,7 +157,7 @@ def _plain(kind: inspect.Type) -> Iterator[inspect.Type]:
 
 
 def _inside(kind: inspect.Type, part: Part) -> Iterator[inspect.Type]:
-    """Types of what a path leads to from a value."""
+    """Yield the types of an item or member of `kind`."""
     if isinstance(kind, inspect.StructType):
         yield from (field.type for field in kind.fields if field.encode_name == part)
     elif isinstance(kind, inspect.ListType):

@@ -1,4 +1,4 @@
-"""What all request structs share: the three kinds of fields, bounds, and reading a body."""
+"""Base of the request structs: kinds of fields, bounds, and parsing of a body."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from cairn.errors import BadRequest
 from cairn.server.protocol.explain import BadField, explained
 
 MAX_TOKENS = 2**31 - 1
-"""Largest count of tokens that a field takes; the engine caps it at the model's context."""
+"""Upper bound of token counts in requests. The engine caps them at the model's context."""
 
 GZIP = b"\x1f\x8b"
 LARGEST_WHOLE = 2**63
-"""Floats beyond it are no integers that a field takes."""
+"""Floats from this magnitude on are not converted to integers."""
 
 T = TypeVar("T")
 
 Refusable = Any
-"""Type of a field that is refused for every value."""
+"""Type of a field that is refused, whatever its value."""
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 
 def refused(reason: str, but: Any = None) -> Meta:
-    """Marks a known field that is not served: any value but null is an error that says why. So is
-    none that asks for nothing, as clients write it (`but`)."""
+    """Mark a known field that is not supported: a value other than null or `but` is an error.
+
+    Args:
+        reason: why it is not supported; part of the error.
+        but: the value with which clients switch the feature off.
+    """
     return Meta(
         description=f"Not served: {reason}.",
         extra={"refused": reason, "but": but},
@@ -37,12 +41,12 @@ def refused(reason: str, but: Any = None) -> Meta:
 
 
 def no_effect(why: str) -> Meta:
-    """Marks a field that is accepted and cannot change the answer."""
+    """Mark a field that is accepted and has no effect on the output; `why` is documentation."""
     return Meta(description=f"Accepted, without effect: {why}.", extra={"no_effect": why})
 
 
 def marked(struct: type[Struct], mark: str) -> dict[str, Any]:
-    """Fields of a struct with the given mark ("refused" or "no_effect") and their reasons."""
+    """The fields of a struct with a mark ("refused", "but" or "no_effect") -> the mark's value."""
     found = {}
     for field in msgspec.structs.fields(struct):
         kind = msgspec.inspect.type_info(field.type)
@@ -53,32 +57,32 @@ def marked(struct: type[Struct], mark: str) -> dict[str, Any]:
 
 
 class Fields(Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """A part of a request body. Unknown fields and fields marked `refused` raise an error."""
+    """Base of request structs. Unknown fields and fields marked `refused` raise BadField."""
 
     def __post_init__(self) -> None:
         for name, (reason, but) in _refusals(type(self)).items():
             value = getattr(self, name)
-            # bool is a subclass of int in Python
+            # False == 0 in Python, so compare the types too.
             asks = isinstance(value, bool) != isinstance(but, bool) or value != but
             if value is not None and asks:
                 raise BadField(name, f"{name} is not served: {reason}", "Leave it out")
 
     @classmethod
     def check_body(cls, body: bytes) -> None:
-        """Raise BadField for what is wrong with a body although it could be read."""
+        """Raise BadField for an invalid body that was decoded without an error."""
 
 
-class History(Fields, forbid_unknown_fields=False):
-    """A part of a conversation. The programs that keep it write fields of their own into it:
-    unknown ones are left out."""
+class ConversationPart(Fields, forbid_unknown_fields=False):
+    """Base of the parts of a conversation. Unknown fields are ignored, because client programs
+    store fields of their own there."""
 
 
 def read(body: bytes, kind: type[T]) -> T:
-    """A request body as its struct.
+    """Parse a request body.
 
     Raises:
-        BadRequest: no valid JSON, a wrong type, a value out of bounds, an unknown field or one
-            that is not served; `param` names the field.
+        BadRequest: invalid JSON, a wrong type, a value out of bounds, or an unknown or unsupported
+            field; `param` names the field.
     """
     try:
         value = _decoded(body, kind)
@@ -99,12 +103,12 @@ def _decoded(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         if "got `float`" not in str(error):
             raise
-    # Languages without an integer type write 5 as 5.0 in JSON.
+    # Clients in languages without an integer type send 5 as 5.0.
     return msgspec.json.decode(msgspec.json.encode(_whole(msgspec.json.decode(body))), type=kind)
 
 
 def _whole(value: Any) -> Any:
-    """Plain data with integers in place of floats without a fraction."""
+    """Replace floats without a fraction by integers in decoded JSON."""
     if isinstance(value, dict):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -115,7 +119,7 @@ def _whole(value: Any) -> Any:
 
 
 def _plain(body: bytes) -> Any:
-    """What a body says, to be shown in an error; nothing where it is not JSON further on."""
+    """The decoded body for an error message; None if it is not valid JSON."""
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -130,7 +134,7 @@ def _unreadable(body: bytes, error: Exception) -> BadRequest:
     try:
         body.decode()
     except UnicodeDecodeError as wrong:
-        # msgspec counts bytes from the start of the string, not of the body.
+        # The offset that msgspec reports is relative to the string, not to the body.
         return BadRequest(
             f"the body is not UTF-8: {wrong.reason} (0x{body[wrong.start]:02x} at byte "
             f"{wrong.start})",

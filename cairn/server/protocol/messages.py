@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's form of a chat request, of its answer and of its stream."""
+"""/v1/messages: structs of the request, the response and its events (Anthropic's API)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from cairn.server.protocol.chat import FunctionName
 from cairn.server.protocol.common import CACHED_ANYWAY, ELSEWHERE, Share, StopText, Text
 from cairn.server.protocol.fields import (
+    ConversationPart,
     Count,
     Fields,
-    History,
     Refusable,
     TokenId,
     no_effect,
@@ -23,17 +23,17 @@ NO_SERVER_TOOLS = "this server runs no tools: describe yours with an input_schem
 Cache = Annotated[dict[str, Any] | None, no_effect(CACHED_ANYWAY)]
 
 
-class TextBlock(History, tag_field="type", tag="text"):
-    """A piece of text."""
+class TextBlock(ConversationPart, tag_field="type", tag="text"):
+    """Text of a turn."""
 
     text: str
     cache_control: Cache = None
     citations: Annotated[Any, no_effect("no template reads them")] = None
 
 
-class SystemBlock(History):
-    """A piece of the system prompt. Its type is a field: the tag of a struct that is in no union
-    may be left out, which the description of the API does not allow."""
+class SystemBlock(ConversationPart):
+    """Text of the system prompt. `type` is a plain field, because msgspec does not require the tag
+    of a struct outside of a union."""
 
     type: Literal["text"]
     text: str
@@ -41,20 +41,20 @@ class SystemBlock(History):
     citations: Annotated[Any, no_effect("no template reads them")] = None
 
 
-class Base64Source(History, tag_field="type", tag="base64"):
-    """An image file, encoded in base64."""
+class Base64Source(ConversationPart, tag_field="type", tag="base64"):
+    """A base64-encoded image file."""
 
     data: str
     media_type: str | None = None
 
     @property
     def as_url(self) -> str:
-        """A data URL of it."""
+        """The image as a data URL."""
         return f"data:{self.media_type or 'image/png'};base64,{self.data}"
 
 
-class UrlSource(History, tag_field="type", tag="url"):
-    """An image at a URL that the server allows."""
+class UrlSource(ConversationPart, tag_field="type", tag="url"):
+    """The URL of an image, which the server has to allow."""
 
     url: str
 
@@ -64,15 +64,15 @@ class UrlSource(History, tag_field="type", tag="url"):
         return self.url
 
 
-class ImageBlock(History, tag_field="type", tag="image"):
-    """An image, for models that see."""
+class ImageBlock(ConversationPart, tag_field="type", tag="image"):
+    """An image, for models with a vision encoder."""
 
     source: Base64Source | UrlSource
     cache_control: Cache = None
 
 
-class ToolUseBlock(History, tag_field="type", tag="tool_use"):
-    """A call that the assistant made."""
+class ToolUseBlock(ConversationPart, tag_field="type", tag="tool_use"):
+    """An earlier tool call of the assistant."""
 
     id: str
     name: str
@@ -80,8 +80,8 @@ class ToolUseBlock(History, tag_field="type", tag="tool_use"):
     cache_control: Cache = None
 
 
-class ToolResultBlock(History, tag_field="type", tag="tool_result"):
-    """What a tool answered."""
+class ToolResultBlock(ConversationPart, tag_field="type", tag="tool_result"):
+    """The result of a tool call."""
 
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock] | None = None
@@ -89,33 +89,33 @@ class ToolResultBlock(History, tag_field="type", tag="tool_result"):
     cache_control: Cache = None
 
 
-class ThinkingBlock(History, tag_field="type", tag="thinking"):
-    """Thinking of the assistant, sent back; for templates that read `reasoning_content`."""
+class ThinkingBlock(ConversationPart, tag_field="type", tag="thinking"):
+    """Reasoning of an earlier turn, for templates that read `reasoning_content`."""
 
     thinking: str
     signature: Annotated[str | None, no_effect("templates read the answer")] = None
 
 
-class HiddenThinkingBlock(History, tag_field="type", tag="redacted_thinking"):
-    """Encrypted thinking of the assistant, sent back."""
+class HiddenThinkingBlock(ConversationPart, tag_field="type", tag="redacted_thinking"):
+    """Encrypted reasoning of an earlier turn; ignored."""
 
     data: Annotated[str, no_effect("templates read the answer")]
 
 
-class SystemTurn(History, tag_field="role", tag="system"):
-    """Instructions of the operator."""
+class SystemTurn(ConversationPart, tag_field="role", tag="system"):
+    """System message within the conversation."""
 
     content: str | list[SystemBlock]
 
 
-class UserTurn(History, tag_field="role", tag="user"):
-    """What the user says, and what tools answered."""
+class UserTurn(ConversationPart, tag_field="role", tag="user"):
+    """Turn of the user, with the results of tool calls."""
 
     content: str | list[TextBlock | ImageBlock | ToolResultBlock]
 
 
-class AssistantTurn(History, tag_field="role", tag="assistant"):
-    """What the assistant said, thought and called."""
+class AssistantTurn(ConversationPart, tag_field="role", tag="assistant"):
+    """Turn of the assistant: text, reasoning and tool calls."""
 
     content: str | list[TextBlock | ImageBlock | ToolUseBlock | ThinkingBlock | HiddenThinkingBlock]
 
@@ -124,7 +124,7 @@ Turn = SystemTurn | UserTurn | AssistantTurn
 
 
 class AnthropicTool(Fields):
-    """A tool that the model may call; its input is described by a JSON schema."""
+    """A tool that the model may call, with a JSON schema of its input."""
 
     name: FunctionName
     input_schema: dict[str, Any] | None = None
@@ -139,45 +139,45 @@ class AnthropicTool(Fields):
 
 
 class _Choice(Fields):
-    """What all choices of tools share."""
+    """Common fields of `tool_choice`."""
 
     disable_parallel_tool_use: bool | None = None
 
 
 class AutoChoice(_Choice, tag_field="type", tag="auto"):
-    """The model calls tools as it likes."""
+    """The model decides whether to call tools."""
 
 
 class AnyChoice(_Choice, tag_field="type", tag="any"):
-    """The model calls some tool."""
+    """The model has to call a tool."""
 
 
 class ToolChoice(_Choice, tag_field="type", tag="tool", kw_only=True):
-    """The model calls the tool of this name."""
+    """The model has to call the tool `name`."""
 
     name: FunctionName
 
 
 class NoChoice(_Choice, tag_field="type", tag="none"):
-    """The model calls no tool."""
+    """The model must not call tools."""
 
 
 AnthropicChoice = AutoChoice | AnyChoice | ToolChoice | NoChoice
 
 
 class SchemaOutput(Fields):
-    """JSON that follows a schema."""
+    """Output in JSON that follows a schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(Fields):
-    """What the answer is like.
+    """Options of the output.
 
     Attributes:
-        effort: ChatRequest.reasoning_effort.
-        format: the form of the text.
+        effort: see ChatRequest.reasoning_effort.
+        format: format of the text.
     """
 
     effort: Text | None = None
@@ -185,8 +185,8 @@ class OutputConfig(Fields):
 
 
 class Thinking(Fields):
-    """Whether the model reasons before it answers: "disabled" is passed to a template that has a
-    variable for it; otherwise the template decides."""
+    """Whether the model reasons. "disabled" sets the template's variable for it, if there is one;
+    otherwise the template decides."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, no_effect("max_tokens bounds thoughts and answer")] = None
@@ -212,16 +212,15 @@ class MessagesRequest(CountRequest, kw_only=True):
     """Body of /v1/messages.
 
     Attributes:
-        messages: the conversation, oldest first; an assistant's last message is continued.
-        max_tokens: at most this many tokens are generated.
-        system: what the assistant is told first.
-        tools, tool_choice: functions that the model may call.
-        output_config: effort, and a JSON schema of the answer.
+        messages: the conversation, oldest turn first. A last turn of the assistant is continued.
+        max_tokens: maximum number of generated tokens.
+        system: the system prompt.
+        tools, tool_choice: tools that the model may or has to call.
+        output_config: reasoning effort, and a JSON schema of the output.
         stop_sequences: strings that end the output.
         temperature, top_p, top_k: as in ChatRequest.
-        stream: send the answer piece by piece, as server-sent events.
-        min_tokens, kv_transfer_params: as in ChatRequest; routers in front of two engines send
-            them.
+        stream: send the response in pieces, as server-sent events.
+        min_tokens, kv_transfer_params: as in ChatRequest; sent by routers of disaggregated prefill.
     """
 
     max_tokens: Count
@@ -238,22 +237,22 @@ class MessagesRequest(CountRequest, kw_only=True):
     container: Annotated[Refusable, refused("the server runs no code")] = None
 
 
-class MadeText(Struct, frozen=True, tag_field="type", tag="text"):
-    """Text of the answer."""
+class TextContent(Struct, frozen=True, tag_field="type", tag="text"):
+    """Text of the response."""
 
     text: str
 
 
-class MadeThinking(Struct, frozen=True, tag_field="type", tag="thinking"):
-    """What the model thought before the answer."""
+class ThinkingContent(Struct, frozen=True, tag_field="type", tag="thinking"):
+    """Reasoning of the response."""
 
     thinking: str
     signature: str = ""
 
 
-class MadeToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """A call of the answer; `input` is empty where it was cut off, and has what is no JSON object
-    as the text `arguments`."""
+class ToolUseContent(Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A generated tool call. `input` is empty if the call was truncated; arguments that are not a
+    JSON object are in `input` as the text `arguments`."""
 
     id: str
     name: str
@@ -261,7 +260,7 @@ class MadeToolUse(Struct, frozen=True, tag_field="type", tag="tool_use"):
 
 
 class MessageUsage(Struct, frozen=True):
-    """Tokens of a request; `input_tokens` are those that came from no cache."""
+    """Token counts of a request; `input_tokens` excludes cached tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -273,13 +272,13 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessageResponse(Struct, frozen=True, kw_only=True):
-    """The whole answer; at the beginning of a stream without content."""
+    """The whole response. The first event of a stream has one without content."""
 
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[MadeThinking | MadeText | MadeToolUse]
+    content: list[ThinkingContent | TextContent | ToolUseContent]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -287,7 +286,7 @@ class MessageResponse(Struct, frozen=True, kw_only=True):
 
 
 class MessageEvent(Struct, frozen=True, omit_defaults=True):
-    """A server-sent event, named by its `type`; which fields it has depends on that."""
+    """A server-sent event; its fields depend on `type`."""
 
     type: str
     message: MessageResponse | None = None
@@ -299,6 +298,6 @@ class MessageEvent(Struct, frozen=True, omit_defaults=True):
 
 
 class TokenCount(Struct, frozen=True):
-    """Tokens of a conversation with its tools."""
+    """Number of tokens of a conversation with its tools."""
 
     input_tokens: int

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer form of a chat request, of its answer and of its stream."""
+"""/v1/responses: structs of the request, the response and its events."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cairn.server.protocol.common import (
 )
 from cairn.server.protocol.explain import BadField
 from cairn.server.protocol.fields import (
+    ConversationPart,
     Count,
     Fields,
-    History,
     Refusable,
     no_effect,
     refused,
@@ -30,61 +30,61 @@ from cairn.types import KvTransferParams
 KEPT = "this server keeps nothing: send the whole conversation as input"
 
 
-class InputText(History, tag_field="type", tag="input_text"):
+class InputText(ConversationPart, tag_field="type", tag="input_text"):
     """Text part of an input message."""
 
     text: str
 
 
-class OutputText(History, tag_field="type", tag="output_text"):
-    """A piece of what the assistant said."""
+class OutputText(ConversationPart, tag_field="type", tag="output_text"):
+    """Text part of a message of the assistant."""
 
     text: str
 
 
-class InputImage(History, tag_field="type", tag="input_image"):
-    """An image, for models that see."""
+class InputImage(ConversationPart, tag_field="type", tag="input_image"):
+    """Image part of an input message, for models with a vision encoder."""
 
     image_url: str | None = None
     file_id: Annotated[Refusable, refused("this server keeps no files")] = None
     detail: Annotated[Any, no_effect("the model's processor chooses the size")] = None
 
     def __post_init__(self) -> None:
-        History.__post_init__(self)
+        ConversationPart.__post_init__(self)
         if self.image_url is None:
             raise BadField("image_url", "an image needs an image_url")
 
 
-class InputMessage(History, tag_field="type", tag="message"):
+class InputMessage(ConversationPart, tag_field="type", tag="message"):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText | OutputText | InputImage]
 
 
-class InputCall(History, tag_field="type", tag="function_call"):
-    """A call that the assistant made."""
+class InputCall(ConversationPart, tag_field="type", tag="function_call"):
+    """An earlier function call of the assistant."""
 
     call_id: str
     name: str
     arguments: Any = None
 
 
-class CallOutput(History, tag_field="type", tag="function_call_output"):
-    """What a function answered."""
+class CallOutput(ConversationPart, tag_field="type", tag="function_call_output"):
+    """The result of a function call."""
 
     call_id: str
     output: str | list[InputText | InputImage]
 
 
-class ReasoningText(History, tag_field="type", tag="reasoning_text"):
-    """A piece of what the assistant thought."""
+class ReasoningText(ConversationPart, tag_field="type", tag="reasoning_text"):
+    """Text part of a reasoning item."""
 
     text: str
 
 
-class Reasoning(History, tag_field="type", tag="reasoning"):
-    """Reasoning of the assistant, sent back; for templates that read `reasoning_content`."""
+class Reasoning(ConversationPart, tag_field="type", tag="reasoning"):
+    """Reasoning of an earlier response, for templates that read `reasoning_content`."""
 
     content: list[ReasoningText] | None = None
 
@@ -103,18 +103,18 @@ class FlatTool(Fields):
 
 
 class FlatChoice(Fields):
-    """Names the function to call."""
+    """A `tool_choice` of one function."""
 
     type: Literal["function"]
     name: FunctionName
 
 
 class FlatSchemaFormat(JsonSchema, tag_field="type", tag="json_schema"):
-    """JSON that follows a schema."""
+    """Output in JSON that follows a schema."""
 
 
 class TextOptions(Fields):
-    """What the text looks like."""
+    """Options of the output text."""
 
     format: TextFormat | JsonObjectFormat | FlatSchemaFormat | None = None
     verbosity: Annotated[str | None, no_effect("no template has such a control")] = None
@@ -133,12 +133,12 @@ class ResponsesRequest(Fields, kw_only=True):
 
     Attributes:
         input: a user's message, or the conversation as a list of items.
-        instructions: what the assistant is told first.
-        max_output_tokens: none: as many as fit.
+        instructions: the system prompt.
+        max_output_tokens: maximum number of generated tokens. Default: as many as fit the context.
         tools, tool_choice, parallel_tool_calls, temperature, top_p: as in ChatRequest.
-        text: its `format` is response_format's, without the inner object of a schema.
-        stream: send the answer piece by piece, as server-sent events.
-        kv_transfer_params: as in ChatRequest; routers in front of two engines send them.
+        text: `format` is ChatRequest.response_format, with the fields of a schema at the top level.
+        stream: send the response in pieces, as server-sent events.
+        kv_transfer_params: as in ChatRequest; sent by routers of disaggregated prefill.
     """
 
     input: str | Annotated[list[dict[str, Any]], Meta(min_length=1)]
@@ -180,7 +180,7 @@ class ResponsesRequest(Fields, kw_only=True):
 
 
 class ResponsesUsage(Struct, frozen=True):
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     input_tokens: int
     input_tokens_details: dict[str, int]
@@ -190,11 +190,11 @@ class ResponsesUsage(Struct, frozen=True):
 
 
 class ResponsesAnswer(Struct, frozen=True, kw_only=True):
-    """The answer, as far as it is there.
+    """The response, complete or in progress.
 
     Attributes:
-        status: "in_progress", "completed", or "incomplete" at the limit of its tokens.
-        output: messages and function calls.
+        status: "in_progress", "completed", or "incomplete" if it reached the token limit.
+        output: reasoning, message and function call items.
     """
 
     id: str
@@ -220,7 +220,7 @@ class ResponsesAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ResponsesEvent(Struct, frozen=True, omit_defaults=True):
-    """A server-sent event, named by its `type`; which fields it has depends on that."""
+    """A server-sent event; its fields depend on `type`."""
 
     type: str
     sequence_number: int

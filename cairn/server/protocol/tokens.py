@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize, /tokenizer_info and /v1/models."""
+"""Structs of /tokenize, /detokenize, /tokenizer_info and /v1/models."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ CHAT_ONLY = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue
 
 
 class TokenizeRequest(Fields):
-    """Body of /tokenize: a text, or a conversation with what its template reads.
+    """Body of /tokenize: a text, or a conversation.
 
     Attributes:
         prompt: a text.
         messages: a conversation.
         tools, chat_template_kwargs, add_generation_prompt, continue_final_message: as in
             ChatRequest; only with `messages`.
-        add_special_tokens: the tokenizer adds its special tokens (the default); only with `prompt`.
-        return_token_strs: the answer shows each token's text.
+        add_special_tokens: add the tokenizer's special tokens (default true); only with `prompt`.
+        return_token_strs: return the text of each token.
         model: name of the served model.
     """
 
@@ -55,10 +55,10 @@ class TokenizeResponse(Struct, frozen=True):
     """Token ids of a prompt.
 
     Attributes:
-        count: how many.
-        max_model_len: longest prompt with its output.
-        tokens: the ids.
-        token_strs: text of each.
+        count: number of tokens.
+        max_model_len: maximum length of prompt and output in tokens.
+        tokens: token ids.
+        token_strs: text of each token.
     """
 
     count: int
@@ -68,13 +68,13 @@ class TokenizeResponse(Struct, frozen=True):
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
-    """What clients that encode by this server must know, as in tokenizer_config.json.
+    """Properties of the tokenizer, with the names of tokenizer_config.json.
 
     Attributes:
-        tokenizer_class: of Hugging Face's library.
-        bos_token, eos_token, pad_token, unk_token: null where there is none.
-        chat_template: null for a model that gets the plain one.
-        model_max_length: longest prompt with its output.
+        tokenizer_class: class of transformers.
+        bos_token, eos_token, pad_token, unk_token: special tokens; null if there is none.
+        chat_template: null if the model uses the built-in plain one.
+        model_max_length: maximum length of prompt and output in tokens.
     """
 
     tokenizer_class: str
@@ -100,16 +100,16 @@ class DetokenizeResponse(Struct, frozen=True):
 
 
 class ModelFacts(Struct, frozen=True):
-    """What clients of our extensions want to know of a model.
+    """Properties of a model for clients of this server's extensions.
 
     Attributes:
-        page_size: slots of a page of the context.
-        landmarks: each page ends in a landmark, which takes one slot.
-        landmark_layers: layers whose selection can be reported.
-        landmark_window: slots of their local window, 0 without such layers.
-        max_selection_tokens: longest output whose selection is reported.
-        chat_template: conversations are put in the model's own form, not in a plain one.
-        images: messages may have images.
+        page_size: slots per page.
+        landmarks: the last slot of each page is a landmark.
+        landmark_layers: layers whose selection of pages can be reported.
+        landmark_window: slots of their local window; 0 without such layers.
+        max_selection_tokens: maximum output length with a report of selected pages.
+        chat_template: the model has a chat template of its own.
+        images: messages may contain images.
     """
 
     page_size: int

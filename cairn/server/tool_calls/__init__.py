@@ -1,1 +1,1 @@
-"""Readers of tool calls: one file for each kind of markup, and the forms that models use."""
+"""Parsers of tool calls: one file per kind of markup, and the formats that models use."""

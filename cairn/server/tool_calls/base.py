@@ -1,4 +1,4 @@
-"""What all readers of tool calls share: what they find, and a search for the end of JSON."""
+"""Base class of the readers of tool calls, their events, and a search for the end of JSON."""
 
 from __future__ import annotations
 
@@ -18,82 +18,95 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A call begins; `name` is the function."""
+    """A call of the function `name` begins."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """More of the arguments, which are JSON."""
+    """A fragment of the arguments, which are JSON."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The call is whole."""
+    """The call is complete."""
 
 
-Found = str | Begin | Arguments | End
-"""A text of the answer, or a part of a call."""
-Steps = Generator[Found, None, bool]
-"""What a step of a reader finds; it returns whether there may be another step."""
+CallEvent = str | Begin | Arguments | End
+"""Text of the answer, or an event of a call."""
+Steps = Generator[CallEvent, None, bool]
+"""Events of one parser step. The generator returns whether to try another step."""
 
 
-def whole(call: Call) -> Iterator[Found]:
-    """A call that was read at once."""
+def complete_call(call: Call) -> Iterator[CallEvent]:
+    """The events of a complete call."""
     yield from (Begin(call.name), Arguments(call.arguments), End())
 
 
 class Reader(ABC):
-    """Splits a growing text into text and calls.
+    """Splits an output that arrives in pieces into text and calls.
 
     Args:
-        tools: what may be called; None: any function. A call of another one is text.
+        tools: functions that may be called, None for any. Calls of other functions remain text.
     """
 
     def __init__(self, tools: Tools | None) -> None:
         self._tools = tools
         self._held = ""
-        """What may still become a call."""
+        """Output that may become part of a call."""
         self._called = False
-        """What was emitted last is a call: white space behind it is not shown."""
+        """The last event belongs to a call, so the next white space is dropped."""
 
     @abstractmethod
-    def feed(self, text: str) -> Iterator[Found]:
-        """Take more text."""
+    def feed(self, text: str) -> Iterator[CallEvent]:
+        """Add output text and yield the events that are now certain."""
 
     @abstractmethod
-    def close(self, complete: bool) -> Iterator[Found]:
-        """The rest of the text; `complete`: the model ended it, it was not cut off."""
+    def close(self, complete: bool) -> Iterator[CallEvent]:
+        """Yield the remaining events. `complete` is False for an output that was truncated."""
 
     def _may_call(self, name: str) -> bool:
         return self._tools is None or name in self._tools
 
     def _text(self, text: str) -> str:
-        """Text to show; after a call without the space that sets it off."""
+        """Text of the answer, without leading white space after a call."""
         if self._called:
             text = text.lstrip(SPACE)
             self._called = not text
         return text
 
     def _settled(self, size: int) -> str:
-        """The first `size` characters as text, but for the space at their end: a call may follow,
-        and then it is not shown."""
+        """Take the first `size` held characters as text. White space at their end stays held,
+        because it is dropped if a call follows."""
         shown = self._held[:size].rstrip(SPACE)
         self._held = self._held[len(shown) :]
         return self._text(shown)
 
 
+class SteppedReader(Reader):
+    """A reader that parses the held text in steps."""
+
+    def feed(self, text: str) -> Iterator[CallEvent]:
+        """See Reader."""
+        self._held += text
+        while (yield from self._step()):
+            pass
+
+    @abstractmethod
+    def _step(self) -> Steps:
+        """Parse the next part of `_held`."""
+
+
 class JsonEnd:
-    """Looks for where JSON ends in a growing text, every character once.
+    """Finds the end of JSON in a growing text. Scans every character once.
 
     Args:
-        tags: one of them may stand behind it; the end is where the first one begins that is in no
-            string.
-        depth: brackets that are open at the beginning; the end is behind the one that closes the
-            last. None: brackets do not count.
+        tags: closing tags; the JSON ends before the first one outside of strings.
+        depth: number of brackets open at the beginning; the JSON ends when all are closed. None
+            ignores brackets.
     """
 
     def __init__(self, *tags: str, depth: int | None = None) -> None:
@@ -104,18 +117,19 @@ class JsonEnd:
         self._pattern = re.compile("|".join([r'["\\{}\[\]]', *map(re.escape, tags)]))
 
     def find(self, text: str, begin: int = 0) -> int | None:
-        """The end in `text`, whose JSON begins at `begin`; None: it has not come."""
+        """Offset of the end of the JSON that begins at `begin`; None if `text` does not contain
+        it."""
         at = max(self._at, begin)
         while (match := self._pattern.search(text, at)) is not None:
             sign = match[0]
             at = match.end()
             if sign == "\\" and self._in_string:
-                # The character after a backslash may not have arrived yet.
+                # Skip the escaped character, which may not have arrived.
                 at += 1
             elif sign == '"':
                 self._in_string = not self._in_string
             elif self._in_string:
-                # A tag in a string may overlap the string's end.
+                # A tag in a string may overlap the end of the string.
                 at = match.start() + 1
             elif sign in self._tags:
                 return match.start()
@@ -128,12 +142,12 @@ class JsonEnd:
         return None
 
     def inside(self, text: str) -> int:
-        """Characters of `text` that surely belong to the JSON, when `find` has found no end."""
+        """Number of characters of `text` that belong to the JSON, if `find` returned None."""
         return len(text) if self._in_string else len(text) - ending(text, self._tags)
 
 
 class WrittenArguments:
-    """The arguments of a call, a JSON object, emitted while they are generated.
+    """Emits the arguments of a call, a JSON object, as they are generated.
 
     Args:
         tags: as in JsonEnd.
@@ -144,7 +158,8 @@ class WrittenArguments:
         self._emitted = 0
 
     def take(self, held: str) -> tuple[Arguments | None, int | None]:
-        """What is new in `held`, which begins with the object, and where the object ends."""
+        """The new arguments in `held`, which begins with the object, and the object's end or
+        None."""
         end = self._end.find(held)
         upto = self._end.inside(held) if end is None else end
         new = held[self._emitted : upto]
@@ -153,13 +168,13 @@ class WrittenArguments:
 
 
 class WrittenCall:
-    """A call as JSON, emitted while it is generated: its arguments, then the rest of its object.
+    """Emits a call in JSON as it is generated: its arguments, then the rest of its object.
 
     Args:
         tags: as in JsonEnd.
 
     Attributes:
-        complete: the arguments are whole.
+        complete: the arguments are complete.
     """
 
     def __init__(self, *tags: str) -> None:
@@ -168,9 +183,9 @@ class WrittenCall:
         self._rest = JsonEnd(*tags, depth=1)
         self._begin = 0
 
-    def take(self, held: str) -> tuple[list[Found], int | None]:
-        """What is new in `held`, which begins with the arguments, and where the object ends."""
-        found: list[Found] = []
+    def take(self, held: str) -> tuple[list[CallEvent], int | None]:
+        """The new events in `held`, which begins with the arguments, and the call's end or None."""
+        found: list[CallEvent] = []
         if not self.complete:
             new, end = self._arguments.take(held)
             found += [] if new is None else [new]
@@ -181,13 +196,13 @@ class WrittenCall:
         if end is not None and (
             more := _other_arguments(held[: self._begin], held[self._begin : end])
         ):
-            # They are emitted too, although all arguments together are then no valid JSON.
+            # The client should see them, although the concatenated arguments are invalid JSON.
             found.append(Arguments(more))
         return found, end
 
 
 def _other_arguments(arguments: str, rest: str) -> str | None:
-    """Other arguments that follow in a call's object, as they are written there."""
+    """A second, different `arguments` member in the rest of a call's object, or None."""
     again = _AGAIN.search(rest)
     if again is None:
         return None
@@ -201,11 +216,11 @@ _AGAIN = re.compile(r',\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*")')
 
 
 def overlap(text: str, tag: str) -> int:
-    """Length of the longest beginning of `tag`, short of all of it, that ends `text`."""
+    """Length of the longest proper prefix of `tag` that `text` ends with."""
     sizes = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(tag[:size])), 0)
 
 
 def ending(text: str, tags: Iterable[str]) -> int:
-    """`overlap` with any of several tags."""
+    """The longest `overlap` with any of the tags."""
     return max((overlap(text, tag) for tag in tags), default=0)

@@ -1,4 +1,4 @@
-"""Calls as JSON in tags, as Hermes and Qwen write them."""
+"""Parser of calls in JSON between tags (Hermes, Qwen)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from cairn.server.tool_calls.base import (
     Begin,
+    CallEvent,
     End,
-    Found,
     JsonEnd,
-    Reader,
+    SteppedReader,
     Steps,
     Tools,
     WrittenCall,
+    complete_call,
     overlap,
-    whole,
 )
 from cairn.server.tool_calls.json_calls import SPACE, begun_arguments, read_unclosed_calls
 
@@ -22,31 +22,24 @@ OPEN_TAG = "<tool_call>"
 CLOSE_TAG = "</tool_call>"
 
 
-class Hermes(Reader):
+class Hermes(SteppedReader):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, anywhere and several times.
 
-    Arguments are emitted while they are generated, once the first one has begun. The closing tag
-    may be missing before the next opening one and at the end of a complete text: models end their
-    turn instead of writing it.
+    Arguments are emitted as they are generated, after the first one has begun. The closing tag may
+    be missing before the next opening tag and at the end of a complete output, because some models
+    leave it out.
     """
 
     def __init__(self, tools: Tools | None) -> None:
         super().__init__(tools)
         self._object: JsonEnd | None = None
-        """The call that `_held` begins with, while it is open."""
+        """Finds the end of the call at the beginning of `_held`, None outside of a call."""
         self._call: WrittenCall | None = None
-        """That whose arguments `_held` begins with, while it is written."""
+        """Emits the call whose arguments begin `_held`, None outside of arguments."""
         self._ending = False
-        """The call's object is over, its tag is not."""
-
-    def feed(self, text: str) -> Iterator[Found]:
-        """See Reader."""
-        self._held += text
-        while (yield from self._step()):
-            pass
+        """The object of a call is complete, its closing tag is not."""
 
     def _step(self) -> Steps:
-        """Go on by one part; returns whether there may be another one."""
         if self._call is not None:
             found, end = self._call.take(self._held)
             yield from found
@@ -83,19 +76,19 @@ class Hermes(Reader):
         yield End()
         self._ending, self._called = False, True
         if self._held.startswith("{"):
-            # Another call in the same tag.
+            # A second call between the same tags.
             self._held = OPEN_TAG + self._held
         self._held = self._held.removeprefix(CLOSE_TAG)
         return True
 
-    def close(self, complete: bool) -> Iterator[Found]:
+    def close(self, complete: bool) -> Iterator[CallEvent]:
         """See Reader."""
         if self._call is not None or self._ending:
             if complete or self._call is None or self._call.complete:
                 yield End()
             return
         while self._object is not None:
-            # In a tag that holds no call, a call may follow.
+            # The text after a tag without a call may contain another call.
             begin = self._held.index(OPEN_TAG) + len(OPEN_TAG)
             end = len(self._held) - overlap(self._held, CLOSE_TAG)
             yield from self._decide(self._held[begin:end] if complete else "", "")
@@ -103,8 +96,8 @@ class Hermes(Reader):
         yield self._text(self._held)
         self._held = ""
 
-    def _decide(self, inside: str, rest: str) -> Iterator[Found]:
-        """Emit the calls inside a tag and continue behind it; without any the tag is text."""
+    def _decide(self, inside: str, rest: str) -> Iterator[CallEvent]:
+        """Emit the calls between tags and continue after them; without calls, the tag is text."""
         calls = read_unclosed_calls(inside, self._tools)
         self._object = None
         if calls is None:
@@ -113,6 +106,6 @@ class Hermes(Reader):
             self._held = self._held[size:]
             return
         for call in calls:
-            yield from whole(call)
+            yield from complete_call(call)
         self._called = True
         self._held = rest

@@ -1,4 +1,4 @@
-"""Reads tool calls from the JSON that models write for them."""
+"""Parses tool calls in JSON, including common deviations from the format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 SPACE = " \t\r\n"
 SEPARATORS = SPACE + ",;"
-"""Between calls that follow one another."""
+"""Characters between consecutive calls."""
 NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
 _WRAPPER_KEYS = {"function", "type", "id", "index"}
@@ -19,7 +19,7 @@ _BEGUN_CALL = re.compile(
     r'\{\s*"(?:name|function)"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
     r'(?:,\s*"(?:arguments|parameters)"\s*:\s*|,?[^{]*$)'
 )
-"""A call up to its arguments, or as much of that as was written behind its name."""
+"""A call from its name up to its arguments, possibly truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,16 @@ class Call:
 
 
 def read_calls(text: str, tools: Collection[str] | None) -> list[Call] | None:
-    """The calls that a text consists of, at least one; None: it is something else.
+    """Parse a text that consists of one or more calls; None if it does not.
 
-    A call is `{"name": ..., "arguments": {...}}`. Models that were trained on other forms write
-    `parameters` for `arguments`, `function` for `name`, OpenAI's `{"function": {...}}` around it,
-    the arguments or the whole call as a JSON text, or several calls in a list or one behind the
-    other: they are read too. An object without arguments that has other keys is no call, because
-    these may be the arguments.
+    A call is `{"name": ..., "arguments": {...}}`. Also accepted: `parameters` for `arguments`,
+    `function` for `name`, OpenAI's `{"function": {...}}` around it, the arguments or the whole call
+    as a JSON string, and several calls in a list or in sequence. An object without arguments but
+    with other keys is not a call, because these keys may be its arguments.
 
     Args:
-        text: all that stands where a call belongs.
-        tools: names that may be called; None: any.
+        text: the text between the markers of a call.
+        tools: names of functions that may be called, None for any.
     """
     try:
         calls = [_read_call(found) for found in _objects(text)]
@@ -53,8 +52,8 @@ def read_calls(text: str, tools: Collection[str] | None) -> list[Call] | None:
 
 
 def read_unclosed_calls(text: str, tools: Collection[str] | None) -> list[Call] | None:
-    """`read_calls` of a text whose last brackets may be missing: some models end their turn, or
-    write the closing tag, in their place."""
+    """`read_calls` of a text that may lack its last closing brackets, which some models leave
+    out."""
     texts = (text + closing for closing in ("", "]", "}", "}]"))
     return next((calls for each in texts if (calls := read_calls(each, tools))), None)
 
@@ -63,12 +62,14 @@ _BEGUN_ARGUMENTS = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"\s*:\s*("(?:[^"\\]|\\.)*")\s*'
     r',\s*"(?:arguments|parameters)"\s*:\s*(?=\{\s*")'
 )
-"""A call up to arguments that are not empty."""
+"""A call up to its non-empty arguments."""
 
 
 def begun_arguments(text: str, begin: int) -> tuple[str, int] | None:
-    """The function's name, and where its arguments begin, of a call that begins in `text` at
-    `begin`; None while there are no arguments, or where it has another form."""
+    """The function's name and the offset of the arguments of the call at `begin` in `text`.
+
+    None if the arguments have not begun, or the call has another format.
+    """
     begun = _BEGUN_ARGUMENTS.match(text, begin)
     if begun is None:
         return None
@@ -81,20 +82,22 @@ def begun_arguments(text: str, begin: int) -> tuple[str, int] | None:
 
 
 def begun_call(text: str) -> Call | None:
-    """The call that a text which was cut off begins, with its arguments as far as they were
-    written; None: not even the name is whole."""
+    """The truncated call at the beginning of a text, with the arguments so far.
+
+    None if its name is not complete.
+    """
     begun = _BEGUN_CALL.search(text)
     if begun is None:
         return None
     arguments = text[begun.end() :]
     with contextlib.suppress(ValueError, RecursionError):
-        # The arguments may be complete, with only the closing brace of the call missing.
+        # The arguments may be complete and only the call's closing brace missing.
         arguments = arguments[: _DECODER.raw_decode(arguments)[1]]
     return Call(json.loads(begun[1]), arguments)
 
 
 def _objects(text: str, inside: bool = False) -> Iterator[str]:
-    """The texts of the objects that follow one another; those `inside` a list or a text too."""
+    """Yield the texts of consecutive objects; `inside`: also those in a list or a JSON string."""
     at = _skip(text, 0)
     while at < len(text):
         value, end = _DECODER.raw_decode(text, at)
@@ -112,7 +115,7 @@ def _objects(text: str, inside: bool = False) -> Iterator[str]:
 
 
 def _read_call(text: str) -> Call:
-    """The call that an object is. Raises ValueError when it is none."""
+    """Parse an object as a call. Raises ValueError if it is not one."""
     members = _members(text)
     wrapped = members.get("function")
     if wrapped is not None and isinstance(wrapped[0], dict):
@@ -133,10 +136,10 @@ def _read_call(text: str) -> Call:
 
 
 def _arguments(value: Any, text: str) -> tuple[dict[str, Any], str] | None:
-    """The arguments and their text; None where null or an empty text stands for them."""
+    """The arguments and their text; None if they are null or an empty string."""
     if isinstance(value, str):
         text = value
-        # A JSON escape can hold an unpaired surrogate, which cannot be sent as UTF-8.
+        # Raises for an unpaired surrogate, which cannot be encoded as UTF-8.
         text.encode()
         value = _DECODER.decode(text) if text.strip(SPACE) else None
     if value is None:
@@ -147,7 +150,7 @@ def _arguments(value: Any, text: str) -> tuple[dict[str, Any], str] | None:
 
 
 def _bare(members: dict[str, tuple[Any, str]]) -> bool:
-    """Whether nothing in a call without arguments can be meant as one."""
+    """Whether a call without arguments has no other members that could be its arguments."""
     known = {*NAME_KEYS, *ARGUMENT_KEYS}
     return all(
         key in known or (key, value[0]) == ("type", "function") for key, value in members.items()
@@ -164,7 +167,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 def _members(text: str) -> dict[str, tuple[Any, str]]:
     """The members of a JSON object: name -> (value, the value as written)."""
     members = {}
-    # The text is a complete JSON object, so indexing cannot run past its end.
+    # The text is a complete JSON object, so indices stay within it.
     at = _skip(text, 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)

@@ -1,4 +1,4 @@
-"""Answers that are JSON calls without markup, as Llama 3 writes them."""
+"""Parser of outputs that are JSON calls without markup (Llama 3)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from cairn.server.tool_calls.base import (
     Begin,
+    CallEvent,
     End,
-    Found,
     JsonEnd,
-    Reader,
+    SteppedReader,
     Steps,
     Tools,
     WrittenCall,
-    whole,
+    complete_call,
 )
 from cairn.server.tool_calls.json_calls import (
     ARGUMENT_KEYS,
@@ -29,9 +29,9 @@ from cairn.server.tool_calls.json_calls import (
 PYTHON_TAG = "<|python_tag|>"
 
 
-class Llama3(Reader):
-    """An answer that is nothing but `{"name": ..., "parameters": {...}}`, or several of these
-    with `;` between them or in a list, maybe behind `<|python_tag|>`."""
+class Llama3(SteppedReader):
+    """Outputs that consist of `{"name": ..., "parameters": {...}}`, or several of these separated
+    by `;` or in a list, optionally after `<|python_tag|>`."""
 
     _KEYS = (*NAME_KEYS, *ARGUMENT_KEYS, "type")
     _FIRST_KEY = re.compile(r'(?:\[[ \t\r\n]*)?(?:\{[ \t\r\n]*(?:"([^"]*)("?))?)?')
@@ -41,18 +41,11 @@ class Llama3(Reader):
         self._plain = False
         self._start = 0
         self._object: JsonEnd | None = None
-        """The call that `_held` begins with, while it is open."""
+        """Finds the end of the call at the beginning of `_held`, None outside of a call."""
         self._call: WrittenCall | None = None
-        """That whose arguments `_held` begins with, while it is written."""
-
-    def feed(self, text: str) -> Iterator[Found]:
-        """See Reader."""
-        self._held += text
-        while (yield from self._step()):
-            pass
+        """Emits the call whose arguments begin `_held`, None outside of arguments."""
 
     def _step(self) -> Steps:
-        """Go on by one part; returns whether there may be another one."""
         if self._call is not None:
             found, end = self._call.take(self._held)
             yield from found
@@ -92,13 +85,13 @@ class Llama3(Reader):
             self._plain = True
             return True
         for call in calls:
-            yield from whole(call)
+            yield from complete_call(call)
         self._called = True
         self._object = None
         self._held = self._held[end:]
         return True
 
-    def close(self, complete: bool) -> Iterator[Found]:
+    def close(self, complete: bool) -> Iterator[CallEvent]:
         """See Reader."""
         if self._call is not None:
             if complete or self._call.complete:
@@ -107,7 +100,7 @@ class Llama3(Reader):
         if complete and self._object is not None:
             calls = read_unclosed_calls(self._held[self._start :], self._tools)
             for call in calls or ():
-                yield from whole(call)
+                yield from complete_call(call)
             if calls is not None:
                 self._held = ""
         yield from self._give_up()
@@ -119,7 +112,7 @@ class Llama3(Reader):
         yield self._text(held)
 
     def _find_start(self) -> int | None:
-        """Where the next call's object begins; -1: there is none, None: not known yet."""
+        """Offset of the next call's object; -1 if there is none, None if that is not known yet."""
         text = self._held.lstrip(SEPARATORS if self._called else SPACE)
         if not self._called and text.startswith(PYTHON_TAG):
             text = text[len(PYTHON_TAG) :].lstrip(SPACE)
@@ -130,7 +123,7 @@ class Llama3(Reader):
         return len(self._held) - len(text) if text[0] in "{[" else -1
 
     def _is_other(self) -> bool:
-        """Whether the object's first key, as far as it is there, is none that a call has."""
+        """Whether the object's first key, possibly incomplete, cannot be a key of a call."""
         match = self._FIRST_KEY.match(self._held, self._start)
         assert match is not None
         if match[1] is None:

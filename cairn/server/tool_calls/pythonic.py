@@ -1,4 +1,4 @@
-"""Calls as Python writes them, in a list: Llama 3.2, Llama 4 and others."""
+"""Parser of a list of Python calls (Llama 3.2, Llama 4)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from cairn.server.tool_calls.base import Found, Reader, Tools, whole
+from cairn.server.tool_calls.base import CallEvent, Reader, Tools, complete_call
 from cairn.server.tool_calls.json_calls import SPACE, Call
 
 START, STOP = "<|python_start|>", "<|python_end|>"
 NAMES = {"true": True, "false": False, "null": None}
-"""Of JSON, which models write for Python's."""
+"""JSON literals that models write instead of Python's."""
 
 
 class Pythonic(Reader):
-    """An answer that is nothing but `[f(a=1), g(b="x")]`, maybe between `<|python_start|>` and
-    `<|python_end|>`; a call is emitted when its bracket closes."""
+    """Outputs that consist of `[f(a=1), g(b="x")]`, optionally between `<|python_start|>` and
+    `<|python_end|>`. A call is emitted when its closing bracket arrives."""
 
     _BEGUN = re.compile(r"[ \t\r\n]*([A-Za-z_][\w.-]*)[ \t]*\(")
     _BEGUN_PARTLY = re.compile(r"[ \t\r\n]*(?:[A-Za-z_][\w.-]*[ \t]*)?\Z")
@@ -29,7 +29,7 @@ class Pythonic(Reader):
         self._inside = False
         self._at = 0
 
-    def feed(self, text: str) -> Iterator[Found]:
+    def feed(self, text: str) -> Iterator[CallEvent]:
         """See Reader."""
         self._held += text
         while not self._plain:
@@ -55,7 +55,7 @@ class Pythonic(Reader):
                 return
             if rest[0] not in ",]":
                 break
-            yield from whole(call)
+            yield from complete_call(call)
             self._called = True
             self._held, self._at = rest[1:], 0
             if rest[0] == "]":
@@ -64,16 +64,16 @@ class Pythonic(Reader):
                 break
         yield from self._give_up()
 
-    def close(self, complete: bool) -> Iterator[Found]:
+    def close(self, complete: bool) -> Iterator[CallEvent]:
         """See Reader."""
         call = self._last_call() if complete and self._inside and not self._plain else None
         if call is not None:
-            yield from whole(call)
+            yield from complete_call(call)
             self._held = ""
         yield from self._give_up(final=True)
 
     def _last_call(self) -> Call | None:
-        """The call that ends a list whose bracket is missing."""
+        """The last call of a list without its closing bracket."""
         began = self._BEGUN.match(self._held, self._at)
         end = None if began is None else _closing(self._held, began.end())
         if began is None or end is None or self._held[end:].strip(SPACE):
@@ -82,7 +82,7 @@ class Pythonic(Reader):
         return call if call is not None and self._may_call(call.name) else None
 
     def _enter(self) -> bool | None:
-        """Whether the answer begins with a list; None: not known yet."""
+        """Whether the output begins with a list; None if that is not known yet."""
         text = self._held.lstrip(SPACE)
         if text.startswith(START):
             text = text[len(START) :].lstrip(SPACE)
@@ -94,7 +94,7 @@ class Pythonic(Reader):
         self._at = len(self._held) - len(text) + 1
         return self._inside
 
-    def _give_up(self, final: bool = False) -> Iterator[Found]:
+    def _give_up(self, final: bool = False) -> Iterator[CallEvent]:
         """The rest of the output is text."""
         self._plain = True
         if self._called and not final and STOP.startswith(self._held.lstrip(SPACE)):
@@ -106,7 +106,7 @@ class Pythonic(Reader):
 
 
 def _closing(text: str, at: int) -> int | None:
-    """Where the bracket that is open before `at` closes."""
+    """Offset at which the bracket that is open before `at` closes; None if it does not."""
     depth, quote = 1, ""
     while at < len(text):
         sign = text[at]
@@ -127,7 +127,7 @@ def _closing(text: str, at: int) -> int | None:
 
 
 def _read(name: str, arguments: str) -> Call | None:
-    """A call, where its arguments are keywords with constant values."""
+    """A call whose arguments are keywords with constant values; None for any other."""
     try:
         tree = ast.parse(f"f({arguments})", mode="eval").body
         assert isinstance(tree, ast.Call)

@@ -1,4 +1,4 @@
-"""Values of arguments that a model writes as plain text, as JSON."""
+"""Converts argument values that a model writes as plain text to JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 DEEPEST = 16
-"""References that are followed."""
+"""Maximum depth of nested references in a schema."""
 PLAIN = frozenset({"string"})
 KIND_OF = {
     bool: "boolean", dict: "object", float: "number", int: "integer", list: "array", str: "string",
@@ -18,7 +18,7 @@ KIND_OF = {
 
 
 def kinds_of(schema: Mapping[str, Any], key: str) -> frozenset[str] | None:
-    """The JSON types that a property of a schema may have; None where it does not say."""
+    """The JSON types that a schema allows for a property; None if it allows any."""
     properties = schema.get("properties")
     inner = properties.get(key) if isinstance(properties, Mapping) else None
     found = frozenset(_kinds(inner, schema, 0))
@@ -26,7 +26,7 @@ def kinds_of(schema: Mapping[str, Any], key: str) -> frozenset[str] | None:
 
 
 def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """Names of types; "" where any may be."""
+    """Yield the types that a schema allows; "" stands for any."""
     if not isinstance(schema, Mapping) or depth > DEEPEST:
         yield ""
         return
@@ -53,11 +53,14 @@ def _followed(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def json_value(text: str, kinds: frozenset[str] | None) -> str:
-    """A value as JSON text: what `text` says in JSON or as a Python literal where the schema
-    allows that type, else the text itself as a string."""
+    """Convert a value to JSON text.
+
+    If `text` is JSON or a Python literal of an allowed type, the result is that value, else `text`
+    as a string.
+    """
     value = _parsed(text.strip())
     if value is not None and (kinds is None or _fits(value[0], kinds)):
-        # The digits of a number stay as they were written.
+        # Keep the digits of a number.
         return value[1]
     return json.dumps(text, ensure_ascii=False)
 
@@ -66,7 +69,7 @@ def _fits(value: Any, kinds: frozenset[str]) -> bool:
     kind = KIND_OF.get(type(value), "")
     if kind in kinds or (kind == "integer" and "number" in kinds):
         return True
-    # A type that no schema asks for is better than a text, where no text is asked for either.
+    # No allowed type matches. If strings are not allowed either, keep the parsed value.
     return "string" not in kinds
 
 

@@ -1,4 +1,4 @@
-"""Decoding and sizes, against transformers' image processor."""
+"""Image decoding and sizes, compared with transformers' image processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placeholders and positions of prompts with images."""
+"""Placeholders and positions in prompts with images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_one_placeholder_becomes_as_many_as_there_are_embeddings() -> None:
     assert spans == [(2, first.tokens, 0), (first.tokens + 5, second.tokens, 1)]
     assert found.count(IMAGE) == first.tokens + second.tokens
     assert [n for n in found if n != IMAGE] == [n for n in ids if n != IMAGE]
-    # A prompt that has all of them already stays as it is.
+    # A prompt with all placeholders stays unchanged.
     again, same = placed(found, [first, second], MEDIA, None)
     assert again == found and same.spans == media.spans
 
@@ -71,7 +71,7 @@ def test_positions_are_the_references() -> None:
     with torch.device("meta"):
         model = Qwen3_5Model(Qwen3_5Config(**config()))
     types = [{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in found]
-    # The reference tells images that touch apart by nothing: put a text token between them.
+    # The reference cannot separate adjacent images, so put a text token between them.
     at = media.spans[2].first
     found.insert(at, 5)
     types.insert(at, 0)
@@ -87,7 +87,7 @@ def test_positions_are_the_references() -> None:
     )
     assert np.array_equal(placing.positions(0, len(found)), wanted[:, 0].numpy())
     assert placing.delta == int(delta[0, 0])
-    # Any part of it, and what is generated behind it.
+    # Any part of it, and the tokens generated after it.
     for begin, end in (
         (0, 3),
         (2, 9),

@@ -1,4 +1,4 @@
-"""Chromium and a scripted server, for tests that look at the page as a user does."""
+"""Chromium and a scripted server, for tests of the page as a user sees it."""
 
 import shutil
 from urllib.parse import urlsplit
@@ -37,7 +37,7 @@ def served():
 
 @pytest.fixture
 def script(served):
-    """A fresh script; answers run through unless a test holds them."""
+    """A new script; responses are sent at once unless a test holds them."""
     scripted, _ = served
     scripted.script = Script()
     scripted.script.hold.set()
@@ -46,7 +46,7 @@ def script(served):
 
 @pytest.fixture
 def tab(browser, served, script):
-    """A tab of its own; at the end nothing may have gone wrong in it or left the server."""
+    """A separate tab; at the end, checks that it had no errors and contacted only the server."""
     _, address = served
     context = browser.new_context(base_url=address, viewport={"width": 1280, "height": 800})
     context.set_default_timeout(10_000)

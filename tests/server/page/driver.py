@@ -1,4 +1,4 @@
-"""What a user does on the page, and what can be measured of its strip."""
+"""User actions on the page, and measurements of its strip of pages."""
 
 import re
 
@@ -22,7 +22,7 @@ def finished(tab):
 
 
 def middle(tab, cell):
-    """Where the middle of a cell lies in the strip."""
+    """The center of a cell in the strip."""
     script = """async (cell) => {
       const { layout } = await import("/page/strip.js");
       const canvas = document.getElementById("strip");
@@ -34,7 +34,7 @@ def middle(tab, cell):
 
 
 def colour(tab, cell):
-    """RGB of the middle of a cell of the strip."""
+    """RGB at the center of a cell of the strip."""
     script = """({x, y}) => [...document.getElementById("strip").getContext("2d")
       .getImageData(x, y, 1, 1).data].slice(0, 3)"""
     return tuple(tab.evaluate(script, middle(tab, cell)))

@@ -1,4 +1,4 @@
-"""A server that speaks the API's protocol and answers as it is told, for tests of the page."""
+"""A server with the API's protocol and scripted responses, for tests of the page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DENSE = {**LANDMARKS, "landmarks": False, "landmark_layers": [], "landmark_windo
 
 @dataclass
 class Script:
-    """What the server does next, and what it was asked.
+    """The server's next actions, and the requests that it received.
 
     Attributes:
         facts: of the model; a token is a character.
@@ -76,7 +76,7 @@ def text_of(body: dict[str, Any]) -> str:
 
 
 def read_by(pages: list[int], weights: list[float], window: float = 0.3) -> list[dict[str, Any]]:
-    """The same reads in every layer."""
+    """The same selection in every layer."""
     return [
         {"layer": layer, "pages": pages, "weights": weights, "window": window}
         for layer in LANDMARKS["landmark_layers"]
@@ -177,7 +177,7 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def answer_to(body: dict[str, Any]) -> list[str]:
-    """The value that a line of the prompt gives the key asked for, a digit a token."""
+    """The value of the requested key in the prompt, one digit per token."""
     prompt = text_of(body)
     asked = re.search(r"#ask (\w+)=$", prompt)
     found = asked and re.search(rf"^#key {asked[1]}=(\d+)$", prompt, re.MULTILINE)
@@ -186,7 +186,7 @@ def answer_to(body: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """Run an application in a thread on a free port; gives its address."""
+    """Run an application in a thread on a free port; yields its address."""
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -1,4 +1,4 @@
-"""Where things stand on the page, on a desktop and on a phone."""
+"""The layout of the page on desktop and phone screens."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def box(tab, selector):
 
 
 def overlap(a, b):
-    """Whether two boxes share a point."""
+    """Whether two boxes overlap."""
     across = a["x"] < b["x"] + b["width"] and b["x"] < a["x"] + a["width"]
     return across and a["y"] < b["y"] + b["height"] and b["y"] < a["y"] + a["height"]
 

@@ -154,7 +154,7 @@ def test_refusals_are_told_and_the_text_comes_back(ready, script):
     expect(tab.locator("#prompt")).to_have_value("Hi")
     tab.locator("#prompt").press("Control+Enter")
     finished(tab)
-    # The message that failed is not part of the conversation.
+    # The failed message is not part of the conversation.
     assert script.asked[1]["messages"] == [{"role": "user", "content": "Hi"}]
 
 
@@ -189,7 +189,7 @@ def test_new_while_pages_wait_to_be_listed(ready):
     tab = ready()
     say(tab, "Hi")
     finished(tab)
-    # The second look at a token comes too soon after the first: its list has to wait.
+    # The second look at a token comes too soon after the first, so its list is delayed.
     tab.evaluate(
         """async () => {
           const frame = () => new Promise((done) => requestAnimationFrame(done));

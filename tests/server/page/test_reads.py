@@ -23,8 +23,8 @@ def test_the_strip_shows_what_each_token_read(ready, script):
     expect(tab.locator("#heaviest li .text")).to_have_text([text[5 * PER_PAGE : 6 * PER_PAGE]])
     plain = colour(tab, 4)
     assert colour(tab, 5) != plain
-    # The query of the second token stands at token 1260, slot 1280: the window of 256 slots
-    # reaches back to slot 1025, in page 16.
+    # The query of the second token is at token 1260, slot 1280: the window of 256 slots reaches
+    # back to slot 1025, in page 16.
     window = colour(tab, 17)
     assert [colour(tab, page) == window for page in range(14, 20)] == [False] * 2 + [True] * 4
 
@@ -175,7 +175,7 @@ def test_a_long_paste_becomes_context(ready, script):
     assert script.asked[0]["prompt"] == text + "\nAnd?"
     expect(tab.locator("#heaviest .page")).to_have_text(["70", "6,000"])
     expect(tab.locator("#heaviest .text").first).to_contain_text("0123456789")
-    # The next completion still has it in front; a chat takes it along once.
+    # The next completion still contains it; a chat includes it once.
     expect(tab.locator("#context")).to_be_visible()
     tab.locator(".segments label", has_text="Chat").click()
     say(tab, "Hm")

@@ -1,4 +1,5 @@
-"""Every form of tool calls: read at every split, streamed as written, asked for by a grammar."""
+"""All formats of tool calls: parsed at every split, streamed as generated, enforced by a
+grammar."""
 
 from __future__ import annotations
 
@@ -8,11 +9,18 @@ import json
 import pytest
 
 from cairn.engine.grammar import GrammarCompiler, Vocabulary
-from cairn.server.tool_calls.forms import ALL, FORMS, NAMES
+from cairn.server.tool_calls.formats import ALL, FORMS, NAMES
 from cairn.server.tool_calls.values import json_value, kinds_of
 from cairn.server.tool_grammars import strict_grammar, tool_grammar
-from cairn.server.tools import CallArguments, CallBegin, CallEnd, Text, ToolParser, choose_parser
-from tests.server.test_tools import Told, takes, told
+from cairn.server.tool_parser import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Text,
+    ToolParser,
+    choose_parser,
+)
+from tests.server.test_tool_parser import Told, takes, told
 
 FILE = {
     "type": "object",
@@ -31,7 +39,7 @@ WRITTEN = '{"path": "a\\n<b>", "lines": 3}'
 TEXT = "a\n<b>"
 
 SAMPLES: dict[str, tuple[str, str]] = {
-    # One call of `open` with WRITTEN, and one of `now` behind it.
+    # A call of `open` with WRITTEN, followed by one of `now`.
     "hermes": (
         f'<tool_call>\n{{"name": "open", "arguments": {WRITTEN}}}\n</tool_call>',
         '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
@@ -103,7 +111,7 @@ def test_two_calls_at_every_split(name: str) -> None:
         assert read(name, [text[:i], text[i:]]) == whole, i
 
 
-# Mistral's newer form ends with the arguments themselves.
+# Mistral's newer format ends with the arguments.
 @pytest.mark.parametrize("name", [n for n in NAMED if n != "mistral"])
 def test_the_last_sign_may_be_missing(name: str) -> None:
     text = "".join(SAMPLES[name])[:-1]
@@ -143,7 +151,7 @@ def test_an_unknown_function_is_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMED if n not in ("mistral_list", "pythonic")])
 def test_arguments_are_told_while_they_are_written(name: str) -> None:
-    """A long text does not wait for the end of its call."""
+    """A long text is not held back until the end of its call."""
     text = SAMPLES[name][0].replace("<b>", "word " * 50)
     found = ToolParser(name, TOOLS)
     pieces, seen = [], []
@@ -161,7 +169,7 @@ def test_arguments_are_told_while_they_are_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in NAMED if n not in ("mistral_list", "pythonic")])
 def test_a_call_that_was_cut_off(name: str) -> None:
-    """What was told is what was written; nothing of it is text."""
+    """The emitted arguments are those that were written, and none of it is text."""
     text = SAMPLES[name][0].replace("<b>", "long text")
     cut = text[: text.index("long") + 4]
     (made,) = read(name, [cut], complete=False)
@@ -275,7 +283,7 @@ OFFERED = [
 
 @pytest.mark.parametrize("name", NAMED)
 def test_grammars_of_required_calls(compiler: GrammarCompiler, name: str) -> None:
-    """What the grammar lets through the parser reads, and nothing else passes."""
+    """The parser reads what the grammar allows, and the grammar allows nothing else."""
     grammar = tool_grammar(OFFERED, "required", name, several=True)
     text = "".join(SAMPLES[name])
     assert takes(compiler, grammar, text)

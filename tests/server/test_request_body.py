@@ -1,4 +1,4 @@
-"""Reading a request without standing in the way of others."""
+"""Reading a request without blocking others."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ PATH = "/v1/completions"
 
 
 class Watched:
-    """A tokenizer that remembers which threads encoded."""
+    """A tokenizer that records the threads that encode."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer

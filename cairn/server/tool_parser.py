@@ -1,8 +1,8 @@
 """Parser of tool calls in model output.
 
-A call is emitted as soon as it is certain: the markup of a known form, the name of a tool and the
-beginning of its arguments have been generated. Text that only resembles a call is emitted unchanged
-as text. White space around a call is part of its markup.
+A call is emitted as soon as it is certain, that is when the markup of a known format, the name of a
+tool and the beginning of its arguments have been generated. Text that only resembles a call is
+emitted as text. White space around a call is dropped.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.errors import BadRequest
-from cairn.server.tool_calls.base import Arguments, Begin, Found, whole
-from cairn.server.tool_calls.forms import ALL, FORMS, NAMES
+from cairn.server.tool_calls.base import Arguments, Begin, CallEvent, complete_call
+from cairn.server.tool_calls.formats import ALL, FORMS, NAMES
 from cairn.server.tool_calls.json_calls import begun_call
 
 HERMES = "hermes"
@@ -31,7 +31,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call begins. `index` counts the calls of one answer, `id` names it for its result."""
+    """A call begins. `index` counts the calls of an output; tool messages refer to `id`."""
 
     index: int
     id: str
@@ -40,7 +40,8 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of a call's arguments; the fragments joined are a JSON object, as the model wrote it."""
+    """A fragment of a call's arguments. The fragments together are the JSON object that the model
+    generated."""
 
     index: int
     fragment: str
@@ -48,7 +49,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call is whole."""
+    """The call is complete."""
 
     index: int
 
@@ -57,44 +58,44 @@ Piece = Text | CallBegin | CallArguments | CallEnd
 
 
 def choose_parser(name: str, chat_template: str | None) -> str:
-    """The parser for a model's calls.
+    """Name of the format of a model's tool calls.
 
     Args:
-        name: a name of one of the forms, or "auto": by the chat template.
-        chat_template: of the model, None when it has none: conversations get a plain form.
+        name: name of a format, or "auto" to detect it in the chat template.
+        chat_template: the model's chat template; None for the built-in plain one.
 
     Raises:
-        BadRequest: it has no place for tools, or shows no format that is known.
+        BadRequest: the template does not support tools, or has no known format of calls.
     """
     if name != AUTO:
         return NAMES[name]
     if chat_template is None:
-        # The plain form of conversations writes calls as Hermes models do.
+        # The built-in chat template uses the Hermes format.
         return HERMES
     for form in ALL:
         if form.mark.search(chat_template):
             return form.name
     if not re.search(r"\btools\b", chat_template):
         raise BadRequest(
-            "tools were given, but the model's chat template has no place for them",
+            "tools were given, but the chat template of the model does not support tools",
             "Leave tools out, or serve a model whose template shows tools",
         )
     raise BadRequest(
-        "tools were given, but the model's chat template shows no format of tool calls",
+        "tools were given, but the chat template of the model has no known format of tool calls",
         f"Leave tools out, or start the server with --tool-parser ({', '.join(FORMS)})",
     )
 
 
 class ToolParser:
-    """Finds the calls in one answer while it is written.
+    """Splits an output that arrives in pieces into text and tool calls.
 
-    However the text is split, the pieces joined are the same.
+    The result does not depend on how the output is cut into pieces.
 
     Args:
-        name: of a form.
-        tools: what may be called, with the schemas of the arguments where they are known; None:
-            any function. A call of another one is text.
-        new_id: gives the calls their ids.
+        name: name of the format.
+        tools: names of functions that may be called, optionally with the schemas of their
+            arguments; None for any function. Calls of other functions remain text.
+        new_id: returns a new call id.
     """
 
     def __init__(
@@ -109,23 +110,23 @@ class ToolParser:
         self._calls = 0
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text; returns the pieces that are certain by now."""
+        """Add output text. Returns the pieces that are now certain."""
         return self._pieces(self._reader.feed(text))
 
     def close(self, complete: bool = True) -> list[Piece]:
-        """The rest, when no text follows; `complete`: the model ended it, it was not cut off."""
+        """End the output. Returns the remaining pieces. `complete` is False if it was truncated."""
         return self._pieces(self._reader.close(complete))
 
     def cut(self) -> list[Piece]:
-        """The rest of an output that is calls alone and was cut off: a call with the arguments that
-        were written, or nothing when not even its name was."""
+        """End a truncated output that consists of calls only. Returns the last call with the
+        arguments so far, or nothing if its name is incomplete."""
         closed = self.close(complete=False)
         rest = "".join(piece.text for piece in closed if isinstance(piece, Text))
         pieces: list[Piece] = [piece for piece in closed if not isinstance(piece, Text)]
         begun = begun_call(rest)
-        return pieces if begun is None else pieces + self._pieces(whole(begun))
+        return pieces if begun is None else pieces + self._pieces(complete_call(begun))
 
-    def _pieces(self, found: Iterable[Found]) -> list[Piece]:
+    def _pieces(self, found: Iterable[CallEvent]) -> list[Piece]:
         pieces: list[Piece] = []
         for part in found:
             if isinstance(part, Begin):

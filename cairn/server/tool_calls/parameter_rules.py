@@ -1,4 +1,4 @@
-"""Grammar rules of arguments that are written one by one, each by its name."""
+"""Grammar rules for formats that write each parameter separately."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cairn.engine.grammar import json_rule
-from cairn.server.tool_calls.forms import KEYWORDS, Form
+from cairn.server.tool_calls.formats import KEYWORDS, ToolCallFormat
 from cairn.server.tool_calls.values import PLAIN, kinds_of
 
 PARAMETER = {
@@ -17,20 +17,20 @@ PARAMETER = {
         ('<｜DSML｜parameter name="{}" string="{?}">', "</｜DSML｜parameter>\n"),
     ),
 }
-"""What stands before and behind a value; `{?}` says whether it is plain text."""
+"""Markup before and after a value; `{?}` is replaced by whether the value is plain text."""
 
 
 def quoted(text: str) -> str:
-    """A literal of Lark, whose escapes are those of JSON."""
+    """A literal of Lark, which has JSON's escapes."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def separate_arguments(form: Form, i: int, schema: Mapping[str, Any]) -> list[str]:
-    """The rules of the i-th function's arguments: every property once at most, in the order of the
-    schema, required ones always.
+def parameter_rules(form: ToolCallFormat, i: int, schema: Mapping[str, Any]) -> list[str]:
+    """The rules of the i-th function's arguments.
 
-    Plain texts follow no schema but an enum's; other values follow theirs. Properties that the
-    schema does not name are left out.
+    Properties are in the order of the schema, each at most once, required ones always. A string
+    follows an `enum` but no other keyword; other values follow their schema. Properties that the
+    schema does not name are not allowed.
     """
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
@@ -53,7 +53,7 @@ _EMPTY = '""'
 
 
 def _value(
-    form: Form, rule: str, name: str, inner: Any, shared: Mapping[str, Any], plain: bool
+    form: ToolCallFormat, rule: str, name: str, inner: Any, shared: Mapping[str, Any], plain: bool
 ) -> list[str]:
     if form.arguments == KEYWORDS:
         return [f"{rule}: {quoted(name + '=')} {rule}_value", _json(rule, inner, shared)]
@@ -78,9 +78,9 @@ def _json(rule: str, inner: Any, shared: Mapping[str, Any]) -> str:
 
 
 def _listed(rule: str, names: list[str], must: list[bool]) -> list[str]:
-    """Rules of items with commas between them, of which some may be left out.
+    """Rules of a comma-separated list whose optional items may be missing.
 
-    `rule` has none before it, `rule_k` follows an item and begins at item k.
+    `rule` matches the whole list; `rule_k` matches items k, k + 1, ... after an earlier item.
     """
     lines = []
     for k in range(len(names) + 1):

@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls: how each is recognized, read and asked for."""
+"""The formats of tool calls: how each is detected, parsed and enforced by a grammar."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from functools import partial
 from cairn.server.tool_calls.base import Reader, Tools
 from cairn.server.tool_calls.hermes import CLOSE_TAG, OPEN_TAG, Hermes
 from cairn.server.tool_calls.llama3 import PYTHON_TAG, Llama3
-from cairn.server.tool_calls.marked import Markers, Named, ParameterMarkers, Tagged
+from cairn.server.tool_calls.marker_readers import (
+    JsonArgumentsReader,
+    Markers,
+    ParameterMarkers,
+    ParametersReader,
+)
 from cairn.server.tool_calls.pythonic import Pythonic
 
 JSON, PARAMETERS, KEYWORDS = "json", "parameters", "keywords"
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """A form of tool calls.
+class ToolCallFormat:
+    """A format of tool calls.
 
     Attributes:
-        name: as vLLM calls its parser.
-        reader: finds the calls in an output.
-        mark: what chat templates hold that show this form.
-        head, tail: what stands around the arguments of a call; `{}` is the function's name, `{!}`
-            the same as a JSON string.
-        begin, between, end: what stands before, between and behind all calls.
-        opening: the first part of `begin` and `head` that no text holds; empty: a call
-            cannot be recognised at its beginning.
-        arguments: how they are written: JSON, PARAMETERS in tags, or KEYWORDS of Python.
-        aliases: other names, SGLang's among them.
+        name: name of vLLM's parser for it.
+        reader: constructs the parser.
+        mark: pattern in the chat templates of models that use the format.
+        head, tail: markup before and after the arguments of a call; `{}` stands for the function's
+            name, `{!}` for the name as a JSON string.
+        begin, between, end: markup before, between and after all calls.
+        opening: prefix of `begin` + `head` that does not occur in text; empty if the beginning of a
+            call cannot be recognized.
+        arguments: encoding of the arguments: JSON, PARAMETERS in tags, or Python KEYWORDS.
+        aliases: further names, including SGLang's.
     """
 
     name: str
@@ -47,16 +52,16 @@ class Form:
     aliases: tuple[str, ...] = ()
 
     def head_of(self, function: str) -> str:
-        """What stands before the arguments of a call."""
+        """Markup before the arguments of a call."""
         return self.head.replace("{!}", json.dumps(function)).replace("{}", function)
 
     @property
     def markers(self) -> str:
-        """All markup of a call."""
+        """All markup of a call, concatenated."""
         return self.begin + self.head + self.tail + self.end
 
     def tail_of(self, function: str) -> str:
-        """What stands behind the arguments of a call."""
+        """Markup after the arguments of a call."""
         return self.tail.replace("{!}", json.dumps(function)).replace("{}", function)
 
 
@@ -91,18 +96,18 @@ DSML_PARAMETER = ParameterMarkers(
 )
 
 
-def _dsml(name: str, block: str, alias: str) -> Form:
-    """DeepSeek's markup since V3.2, whose outermost tag changed."""
+def _dsml(name: str, block: str, alias: str) -> ToolCallFormat:
+    """DeepSeek's markup since V3.2. The outer tag, `block`, differs between versions."""
     before, after = f"<｜DSML｜{block}>", f"</｜DSML｜{block}>"
     begin = "<｜DSML｜invoke name="
     head = re.compile(rf'"{FUNCTION}"\s*>')
     markers = Markers(begin, head, "</｜DSML｜invoke>", before, after)
-    return Form(
+    return ToolCallFormat(
         name,
-        partial(Tagged, markers=markers, parameter=DSML_PARAMETER),
+        partial(ParametersReader, markers=markers, parameter=DSML_PARAMETER),
         re.compile(before),
         head=f'{begin}"{{}}">\n',
-        # No two markers that may follow share their first character: the grammar's lexer is greedy.
+        # The grammar's lexer is greedy, so alternative markers differ in their first character.
         tail="</｜DSML｜invoke>\n",
         begin=f"{before}\n",
         end=after,
@@ -113,9 +118,9 @@ def _dsml(name: str, block: str, alias: str) -> Form:
 
 
 ALL = (
-    Form(
+    ToolCallFormat(
         "qwen3_coder",
-        partial(Tagged, markers=CODER_MARKERS, parameter=CODER_PARAMETER),
+        partial(ParametersReader, markers=CODER_MARKERS, parameter=CODER_PARAMETER),
         re.compile(r"<function="),
         head=f"{OPEN_TAG}\n<function={{}}>\n",
         tail=f"</function>\n{CLOSE_TAG}",
@@ -124,7 +129,7 @@ ALL = (
         arguments=PARAMETERS,
         aliases=("qwen3_xml",),
     ),
-    Form(
+    ToolCallFormat(
         "hermes",
         Hermes,
         re.compile(OPEN_TAG),
@@ -134,17 +139,17 @@ ALL = (
         opening=OPEN_TAG,
         aliases=("qwen", "qwen25", "qwen2_5"),
     ),
-    Form(
+    ToolCallFormat(
         "mistral",
-        partial(Named, markers=MISTRAL_MARKERS),
+        partial(JsonArgumentsReader, markers=MISTRAL_MARKERS),
         re.compile(r"\[ARGS\]"),
         head="[TOOL_CALLS]{}[ARGS]",
         tail="",
         opening="[TOOL_CALLS]",
     ),
-    Form(
+    ToolCallFormat(
         "mistral_list",
-        partial(Named, markers=MISTRAL_MARKERS),
+        partial(JsonArgumentsReader, markers=MISTRAL_MARKERS),
         re.compile(r"\[TOOL_CALLS\]"),
         head='{"name": {!}, "arguments": ',
         tail="}",
@@ -155,9 +160,9 @@ ALL = (
     ),
     _dsml("deepseek_v4", "tool_calls", "deepseekv4"),
     _dsml("deepseek_v32", "function_calls", "deepseekv32"),
-    Form(
+    ToolCallFormat(
         "deepseek_v3",
-        partial(Named, markers=DEEPSEEK_MARKERS),
+        partial(JsonArgumentsReader, markers=DEEPSEEK_MARKERS),
         re.compile("(?s)<｜tool▁call▁begin｜>.*```json"),
         head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n",
         tail="\n```<｜tool▁call▁end｜>",
@@ -167,9 +172,9 @@ ALL = (
         opening="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
         aliases=("deepseekv3",),
     ),
-    Form(
+    ToolCallFormat(
         "deepseek_v31",
-        partial(Named, markers=DEEPSEEK_MARKERS),
+        partial(JsonArgumentsReader, markers=DEEPSEEK_MARKERS),
         re.compile("<｜tool▁call▁begin｜>"),
         head="<｜tool▁call▁begin｜>{}<｜tool▁sep｜>",
         tail="<｜tool▁call▁end｜>",
@@ -178,7 +183,7 @@ ALL = (
         opening="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
         aliases=("deepseekv31",),
     ),
-    Form(
+    ToolCallFormat(
         "pythonic",
         Pythonic,
         re.compile(r"\[func_name1\(|<\|python_start\|>"),
@@ -190,7 +195,7 @@ ALL = (
         arguments=KEYWORDS,
         aliases=("llama4_pythonic",),
     ),
-    Form(
+    ToolCallFormat(
         "llama3_json",
         Llama3,
         re.compile(rf'{re.escape(PYTHON_TAG)}|(?s:ipython.*"parameters"|"parameters".*ipython)'),
@@ -200,7 +205,7 @@ ALL = (
         aliases=("llama3", "llama4_json"),
     ),
 )
-"""The first whose mark a template holds is the model's."""
+"""In order of detection: a model uses the first format whose mark is in its chat template."""
 FORMS = {form.name: form for form in ALL}
 NAMES = {alias: form.name for form in ALL for alias in (form.name, *form.aliases)}
-"""Names that an operator may give -> that of the form."""
+"""Values of --tool-parser -> name of the format."""

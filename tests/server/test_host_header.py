@@ -1,10 +1,10 @@
-"""Which Host headers get an answer."""
+"""Checks of the Host header."""
 
 import pytest
 
 from cairn.server.admin import create_admin_app
 from cairn.server.app import create_app
-from cairn.server.hosts import HostCheck
+from cairn.server.host_header import HostCheck
 from cairn.server.middleware import wrap
 from tests.server.fake_state import ask, fake_state
 

@@ -1,4 +1,4 @@
-"""Tool calls: parsers over every split of the text, and the grammars that ask for calls."""
+"""Tool calls: parsers at every split of the text, and the grammars that enforce calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cairn.engine.grammar import GrammarCompiler, unpack
 from cairn.errors import BadRequest
 from cairn.server.tool_grammars import tool_grammar
-from cairn.server.tools import (
+from cairn.server.tool_parser import (
     CallArguments,
     CallBegin,
     CallEnd,
@@ -33,7 +33,7 @@ def parser(name: str, tools: list[str] | None = None) -> ToolParser:
 
 
 def told(pieces: list[Piece]) -> Told:
-    """Texts joined, and (name, arguments) of the calls; checks how the pieces hang together."""
+    """Joined texts, and (name, arguments) of the calls; checks the order of the pieces."""
     found: Told = []
     calls = -1
     for piece in pieces:
@@ -269,7 +269,7 @@ def test_arguments_under_the_keys_of_other_forms(name: str, members: str, argume
     text = f"<tool_call>{{{members}}}</tool_call>" if name == "hermes" else f"{{{members}}}"
     expected = [("f", arguments)]
     if name == "llama3_json" and members.startswith('"id"'):
-        # An answer that begins like this is shown while it is written.
+        # An answer that begins like this is streamed as text.
         expected = [text]
     assert read(name, [text]) == expected
 
@@ -364,7 +364,7 @@ def test_without_a_known_format_tools_are_refused() -> None:
 
 
 def test_a_template_without_a_place_for_tools() -> None:
-    with pytest.raises(BadRequest, match="no place for them.*Leave tools out"):
+    with pytest.raises(BadRequest, match="does not support tools.*Leave tools out"):
         choose_parser("auto", "{{ messages }} toolset")
 
 

@@ -1,4 +1,4 @@
-"""Reading a request body, and running long work outside of the event loop."""
+"""Parsing of request bodies, and helpers for the work on their prompts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ F = TypeVar("F", bound=Fields)
 T = TypeVar("T")
 
 SHORT_BODY = 16 * 1024
-"""Bytes of a body whose prompts are encoded at once; longer ones go to a thread."""
+"""Largest body in bytes whose prompts are encoded in the event loop instead of a thread."""
 
 
 async def read_request(request: Request, kind: type[F]) -> F:
-    """The body of a request as its struct.
+    """Parse the body of a request into a struct.
 
     Raises:
-        HTTPException: 415 unless the body is said to be JSON. (A page of another site can make a
-            browser post anything else without asking this server first.)
+        HTTPException: 415 unless the content type is JSON. Browsers send other types to this server
+            on behalf of any website, without a CORS preflight.
         BadRequest: see `protocol.fields.read`.
         NotFound: the body names a model that is not served.
     """
@@ -43,21 +43,19 @@ async def read_request(request: Request, kind: type[F]) -> F:
 
 
 async def encoded(request: Request, work: Callable[[], T]) -> T:
-    """The result of `work`, which encodes or decodes what the request brought. Other requests go
-    on meanwhile when it may take long."""
-    return await at_once_if_short(len(await request.body()), work)
+    """Run `work`, which encodes or decodes a request's prompts, in a thread if the body is long."""
+    return await run_inline_if_short(len(await request.body()), work)
 
 
-async def at_once_if_short(size: int, work: Callable[[], T]) -> T:
-    """The result of `work`, which reads `size` bytes: at once when they are few, else in a
-    thread."""
+async def run_inline_if_short(size: int, work: Callable[[], T]) -> T:
+    """Run `work` on `size` bytes: in a thread if they are more than SHORT_BODY, else directly."""
     if size <= SHORT_BODY:
         return work()
     return await asyncio.to_thread(work)
 
 
 def tokenizer_of(state: ServerState, what: str) -> Tokenizer:
-    """The tokenizer. Raises BadRequest for a model without one; `what` needs it."""
+    """The model's tokenizer. Raises BadRequest if there is none; `what` names the use of it."""
     if state.tokenizer is None:
         raise BadRequest(
             f"{what} needs a tokenizer, but this model has none",
@@ -67,5 +65,5 @@ def tokenizer_of(state: ServerState, what: str) -> Tokenizer:
 
 
 def longest_prompt(state: ServerState, max_tokens: int | None = None) -> int:
-    """Tokens of the longest prompt of a request for so many tokens."""
+    """Maximum prompt length in tokens, given `max_tokens` of output."""
     return admission.longest_prompt(state.client.info.max_model_len, max_tokens)

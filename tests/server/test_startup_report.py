@@ -1,7 +1,8 @@
 import pytest
 
 from cairn.engine.messages import Ready
-from cairn.server.report import Report, readable
+from cairn.obs.units import readable
+from cairn.server.startup_report import StartupReport
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def info(**changes):
 
 
 def test_a_start_in_lines(lines):
-    report = Report(lines.append)
+    report = StartupReport(lines.append)
     report.listening("tiny", "http://127.0.0.1:8000", "http://127.0.0.1:8001")
     report.phase("weights", 1.234)
     report.loaded(info())
@@ -38,32 +39,32 @@ def test_a_start_in_lines(lines):
     assert "dtype=float32  because" in text
     assert "1.0 GiB" in text and "3.0 MiB" in text
     assert "40 pages of 63 tokens hold 2,520 tokens, one sequence at most 1,260" in text
-    assert "--kv-cache-memory SIZE changes the pages" in text
+    assert "--kv-cache-memory SIZE changes the size of the page pool" in text
     assert lines[-1] == "ready after 5.0 s: http://127.0.0.1:8000"
 
 
 def test_recommended_sampling_is_reported(lines):
-    Report(lines.append).loaded(info(), {"temperature": 0.6, "top_k": 20})
+    StartupReport(lines.append).loaded(info(), {"temperature": 0.6, "top_k": 20})
     assert "  sampling defaults: temperature=0.6, top_k=20 (generation_config.json)" in lines
 
 
 def test_pages_without_landmarks_are_full(lines):
-    Report(lines.append).loaded(info(landmarks=False))
+    StartupReport(lines.append).loaded(info(landmarks=False))
     assert any("40 pages of 64 tokens hold 2,560 tokens" in line for line in lines)
 
 
 def test_the_option_that_changes_the_pages_is_named(lines):
-    Report(lines.append).loaded(info(memory_flag="--gpu-memory-utilization SHARE"))
-    assert "too much or too little? --gpu-memory-utilization SHARE" in "\n".join(lines)
+    StartupReport(lines.append).loaded(info(memory_flag="--gpu-memory-utilization SHARE"))
+    assert "--gpu-memory-utilization SHARE changes the size of the page pool" in "\n".join(lines)
 
 
 def test_stopping(lines):
-    report = Report(lines.append)
+    report = StartupReport(lines.append)
     report.stopping(0, 30)
     report.stopping(3, 30)
     report.cut(2)
     assert lines[0] == "stopping"
-    assert "3 requests get 30 s" in lines[1]
+    assert "3 running requests have 30 s" in lines[1]
     assert "--shutdown-timeout" in lines[2]
 
 
@@ -71,7 +72,7 @@ def test_a_reader_that_went_away_stops_nothing():
     def closed(line):
         raise BrokenPipeError
 
-    Report(closed).loaded(info())
+    StartupReport(closed).loaded(info())
 
 
 @pytest.mark.parametrize(

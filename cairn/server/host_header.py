@@ -1,7 +1,7 @@
-"""Which Host headers are answered: a defence against DNS rebinding.
+"""Check of the Host header, a defence against DNS rebinding.
 
-A page of any site can have its own name resolve to the address of this server; the browser then
-lets the page read the answers. Its requests still name the site in the Host header.
+A website can make its own name resolve to the address of this server; the browser then lets its
+pages read responses of this server. Their requests still have the site's name in the Host header.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from cairn.server.options import ServerOptions
 
 HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(?::\d*)?")
 LONGEST_QUOTED = 200
-"""Characters of a refused Host value that its error shows."""
+"""Maximum number of characters of a refused Host value that the error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCheck:
-    """The names under which one listener answers.
+    """The Host values that one listener accepts.
 
     Attributes:
-        names: host names and addresses, lower case, without ports and brackets; localhost and the
-            loopback addresses always belong to them. None: every name.
+        names: host names and addresses in lower case, without ports and brackets. localhost and the
+            loopback addresses are always accepted. None accepts every Host.
     """
 
     names: frozenset[str] | None = None
 
     @classmethod
     def of(cls, options: ServerOptions, address: str) -> HostCheck:
-        """The check of a listener.
+        """The check for a listener.
 
-        With `allowed_hosts` they, the configured host and loopback are answered. Otherwise only a
-        listener on loopback that asks for no key checks: no page of another site has the key, and
-        which names a network has for this machine cannot be known here.
+        With `allowed_hosts`, those names, `host` and loopback are accepted. Without it, only a
+        loopback listener that needs no API key checks the header: other sites do not have the
+        key, and the names of this machine in its network are unknown.
 
         Args:
-            options: of the server.
-            address: the IP address that the listener is bound to.
+            options: options of the server.
+            address: IP address that the listener is bound to.
         """
         if "*" in options.allowed_hosts:
             return cls()
@@ -52,13 +52,13 @@ class HostCheck:
         return cls(frozenset(_canonical(host) for host in (options.host, *options.allowed_hosts)))
 
     def check(self, path: str, headers: Headers) -> None:
-        """Accept or refuse a request.
+        """Check the Host header of a request.
 
-        A request without a Host header passes: browsers always send one. So do /health and /ready:
-        load balancers call them by various addresses, and they reveal nothing else.
+        A request without a Host header is accepted, because browsers always send one. /health and
+        /ready accept every Host, because load balancers use various addresses.
 
         Raises:
-            HTTPException: 403, the Host header names something else.
+            HTTPException: 403 if the Host is not accepted.
         """
         value = headers.get("host")
         if self.names is None or value is None or path in OPEN_PATHS:
@@ -74,7 +74,7 @@ class HostCheck:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a text is an IP address that only this machine reaches."""
+    """Whether `address` is a loopback IP address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -82,13 +82,13 @@ def is_loopback(address: str) -> bool:
 
 
 def _name(value: str) -> str:
-    """The name or address of a Host header, without port and brackets; empty for another form."""
+    """The name or address in a Host header, without port and brackets; empty if it is malformed."""
     match = HOST.fullmatch(value)
     return _canonical(match[1]) if match is not None else ""
 
 
 def _canonical(host: str) -> str:
-    """A name or an address in the form in which it is compared."""
+    """Normalize a host name or IP address for comparison."""
     host = host.strip("[]").lower().removesuffix(".")
     try:
         return str(ipaddress.ip_address(host))

@@ -1,4 +1,4 @@
-"""Calls between markers, with the function's name outside of the arguments."""
+"""Parsers of calls between markers, with the function's name outside of the arguments."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from dataclasses import dataclass
 from cairn.server.tool_calls.base import (
     Arguments,
     Begin,
+    CallEvent,
     End,
-    Found,
     JsonEnd,
-    Reader,
+    SteppedReader,
     Steps,
     Tools,
     WrittenArguments,
+    complete_call,
     ending,
-    whole,
 )
 from cairn.server.tool_calls.json_calls import SPACE, read_calls, read_unclosed_calls
 from cairn.server.tool_calls.values import PLAIN, json_value, kinds_of
 
 LONGEST_HEAD = 256
-"""Characters between the marker of a call and its arguments."""
+"""Maximum number of characters between the opening marker of a call and its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The markup of a form.
+    """The markup of a format.
 
     Attributes:
-        begin: what every call begins with.
-        before, after: what may stand around the calls; no part of the answer's text.
-        head: what follows `begin`, up to the arguments; its group 1 is the function's name.
-        end: what ends a call; may be empty.
+        begin: opening marker of a call.
+        before, after: optional markers around all calls.
+        head: pattern between `begin` and the arguments; group 1 is the function's name.
+        end: closing marker of a call; may be empty.
     """
 
     begin: str
@@ -46,35 +46,32 @@ class Markers:
     after: str = ""
 
 
-class Marked(Reader):
-    """Calls that begin with a marker, anywhere in a text.
+class MarkerReader(SteppedReader):
+    """Base class for calls that begin with a marker, anywhere in a text.
 
     Args:
         tools: see Reader.
-        markers: of the form.
+        markers: the markup of the format.
     """
 
     def __init__(self, tools: Tools | None, markers: Markers) -> None:
         super().__init__(tools)
         self._markers = markers
-        self._step: Callable[[], Steps] = self._outside
+        self._state: Callable[[], Steps] = self._outside
 
-    def feed(self, text: str) -> Iterator[Found]:
-        """See Reader."""
-        self._held += text
-        while (yield from self._step()):
-            pass
+    def _step(self) -> Steps:
+        return self._state()
 
-    def close(self, complete: bool) -> Iterator[Found]:
+    def close(self, complete: bool) -> Iterator[CallEvent]:
         """See Reader."""
-        if self._step == self._outside:
+        if self._state == self._outside:
             yield self._text(self._held)
             self._held = ""
         else:
             yield from self._close_call(complete)
 
     def _outside(self) -> Steps:
-        """In the text; every step returns whether there may be another one."""
+        """Step outside of calls."""
         markers = self._markers
         starts = [tag for tag in (markers.before, markers.begin) if tag]
         found = [at for tag in starts if (at := self._held.find(tag)) >= 0]
@@ -110,45 +107,46 @@ class Marked(Reader):
         return True
 
     def _other_head(self, rest: str) -> Steps:
-        """Look for another form of a call behind its marker."""
+        """Step for another kind of call after the opening marker; overridden by subclasses."""
         yield from ()
         return False
 
-    def _no_call(self) -> Iterator[Found]:
-        """What looked like the beginning of a call is text, up to where one may begin next."""
+    def _no_call(self) -> Iterator[CallEvent]:
+        """Emit a rejected beginning of a call as text, up to the next possible one."""
         space = len(self._held) - len(self._held.lstrip(SPACE))
         yield self._text(self._held[: space + 1])
         self._held = self._held[space + 1 :]
 
-    def _end_call(self) -> Iterator[Found]:
+    def _end_call(self) -> Iterator[CallEvent]:
         yield End()
-        self._called, self._step = True, self._behind
+        self._called, self._state = True, self._behind
 
     def _behind(self) -> Steps:
-        """Behind a call, where the markup around calls may end."""
+        """Step after a call, where the closing marker of all calls may follow."""
         after = self._markers.after
         rest = self._held.lstrip(SPACE)
         if after and rest != after and after.startswith(rest):
             return False
         if after and rest.startswith(after):
             self._held = rest[len(after) :]
-        self._step = self._outside
+        self._state = self._outside
         yield from ()
         return True
 
     @abstractmethod
     def _begin_call(self, name: str) -> None:
-        """`_held` begins behind the head of a call."""
+        """Start the arguments of a call, which begin at the beginning of `_held`."""
 
     @abstractmethod
-    def _close_call(self, complete: bool) -> Iterator[Found]:
-        """The text ends in a call, or behind one where `_held` has begun to be markup."""
+    def _close_call(self, complete: bool) -> Iterator[CallEvent]:
+        """Yield the last events of an output that ends in a call or in the markup after one."""
 
 
-class Named(Marked):
-    """Arguments are a JSON object: Mistral's `[TOOL_CALLS]name[ARGS]{...}`, DeepSeek's calls.
+class JsonArgumentsReader(MarkerReader):
+    """Calls whose arguments are a JSON object: Mistral's `[TOOL_CALLS]name[ARGS]{...}`, DeepSeek
+    V3.
 
-    Mistral's older list of objects, `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, is read too.
+    Also reads Mistral's older list, `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`.
     """
 
     def __init__(self, tools: Tools | None, markers: Markers) -> None:
@@ -159,7 +157,7 @@ class Named(Marked):
     def _begin_call(self, name: str) -> None:
         tags = [tag for tag in (self._markers.begin, self._markers.end, self._markers.after) if tag]
         self._arguments = WrittenArguments(*tags)
-        self._step = self._in_arguments
+        self._state = self._in_arguments
 
     def _in_arguments(self) -> Steps:
         new, end = self._arguments.take(self._held)
@@ -168,12 +166,12 @@ class Named(Marked):
         if end is None:
             return False
         self._held = self._held[end:]
-        self._step = self._in_tail
+        self._state = self._in_tail
         return True
 
     def _in_tail(self) -> Steps:
         end = self._markers.end
-        # DeepSeek puts the arguments in a block of Markdown.
+        # DeepSeek V3 puts the arguments in a Markdown code block.
         rest = self._held.lstrip(SPACE + "`}") if end else self._held
         if end and rest != end and end.startswith(rest):
             return False
@@ -185,7 +183,7 @@ class Named(Marked):
     def _other_head(self, rest: str) -> Steps:
         if rest.lstrip(SPACE)[:1] not in ("[", "{"):
             return False
-        self._held, self._step = rest, self._in_list
+        self._held, self._state = rest, self._in_list
         self._list = JsonEnd(depth=0)
         yield from ()
         return True
@@ -198,19 +196,19 @@ class Named(Marked):
         if calls is None:
             yield self._text(self._markers.begin + self._held[:end])
         for call in calls or ():
-            yield from whole(call)
+            yield from complete_call(call)
         self._held, self._called = self._held[end:], bool(calls)
-        self._step = self._behind if calls else self._outside
+        self._state = self._behind if calls else self._outside
         return True
 
-    def _close_call(self, complete: bool) -> Iterator[Found]:
-        if self._step == self._in_list:
+    def _close_call(self, complete: bool) -> Iterator[CallEvent]:
+        if self._state == self._in_list:
             calls = read_unclosed_calls(self._held, self._tools) if complete else None
             for call in calls or ():
-                yield from whole(call)
+                yield from complete_call(call)
             if calls is None:
                 yield self._text(self._markers.begin + self._held)
-        elif self._step == self._in_tail or (complete and self._step == self._in_arguments):
+        elif self._state == self._in_tail or (complete and self._state == self._in_arguments):
             yield End()
 
 
@@ -219,10 +217,10 @@ class ParameterMarkers:
     """The markup of a parameter.
 
     Attributes:
-        begin: what every parameter begins with.
-        head: all of its opening; group 1 is the name, and a group `string`, where there is one,
-            says whether the value is plain text ("true") or JSON ("false").
-        end: what ends it.
+        begin: opening marker.
+        head: pattern of the whole opening tag; group 1 is the parameter's name, the optional group
+            `string` is "true" for a plain text and "false" for JSON.
+        end: closing marker.
     """
 
     begin: str
@@ -230,10 +228,10 @@ class ParameterMarkers:
     end: str
 
 
-class Tagged(Marked):
-    """Every argument has a tag of its own: Qwen3-Coder's calls and those of DeepSeek V3.2.
+class ParametersReader(MarkerReader):
+    """Calls with one tag per parameter: Qwen3-Coder, DeepSeek V3.2.
 
-    A value is written as plain text where the tool's schema says that it is a string, else as JSON.
+    The value is plain text if the tool's schema says that it is a string, else JSON.
     """
 
     def __init__(self, tools: Tools | None, markers: Markers, parameter: ParameterMarkers) -> None:
@@ -245,10 +243,10 @@ class Tagged(Marked):
         self._begun = False
 
     def _begin_call(self, name: str) -> None:
-        self._name, self._first, self._step = name, True, self._in_call
+        self._name, self._first, self._state = name, True, self._in_call
 
     def _in_call(self) -> Steps:
-        """Between two parameters."""
+        """Step between parameters."""
         parameter, end = self._parameter, self._markers.end
         rest = self._held.lstrip(SPACE)
         if rest.startswith(end):
@@ -266,14 +264,14 @@ class Tagged(Marked):
                 return True
         elif end.startswith(rest) or parameter.begin.startswith(rest):
             return False
-        # No parameter: the call ends without its tag.
+        # There is no parameter, so the call ends without its closing tag.
         yield Arguments("{}" if self._first else "}")
         yield from self._end_call()
         return True
 
-    def _begin_value(self, key: str, string: str | None) -> Iterator[Found]:
+    def _begin_value(self, key: str, string: str | None) -> Iterator[CallEvent]:
         yield Arguments(("{" if self._first else ", ") + json.dumps(key) + ": ")
-        self._first, self._begun, self._key, self._step = False, False, key, self._in_value
+        self._first, self._begun, self._key, self._state = False, False, key, self._in_value
         self._plain = self._kinds == PLAIN if string is None else string == "true"
         if self._plain:
             yield Arguments('"')
@@ -285,7 +283,7 @@ class Tagged(Marked):
     def _in_value(self) -> Steps:
         end = self._held.find(self._parameter.end)
         if not self._begun:
-            # A line break sets the value off from its tag.
+            # Skip the line break between tag and value.
             if not self._held:
                 return False
             self._begun = True
@@ -300,24 +298,24 @@ class Tagged(Marked):
             return False
         yield from self._finish_value(self._held[:end].removesuffix("\n"))
         self._held = self._held[end + len(self._parameter.end) :]
-        self._step = self._in_call
+        self._state = self._in_call
         return True
 
-    def _finish_value(self, value: str) -> Iterator[Found]:
+    def _finish_value(self, value: str) -> Iterator[CallEvent]:
         if not self._plain:
             yield Arguments(json_value(value, self._kinds))
             return
         yield from self._spell(value)
         yield Arguments('"')
 
-    def _spell(self, text: str) -> Iterator[Found]:
+    def _spell(self, text: str) -> Iterator[CallEvent]:
         if text:
             yield Arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
-    def _close_call(self, complete: bool) -> Iterator[Found]:
-        if self._step == self._behind:
+    def _close_call(self, complete: bool) -> Iterator[CallEvent]:
+        if self._state == self._behind:
             return
-        if self._step == self._in_value:
+        if self._state == self._in_value:
             cut = self._held[: len(self._held) - ending(self._held, (self._parameter.end,))]
             if complete:
                 yield from self._finish_value(cut.removesuffix("\n"))

@@ -1,6 +1,6 @@
-"""Prompts that another server computes: it is asked first, and its answer says where the pages are.
+"""Disaggregated prefill without a router: the decoding server sends prompts to a prefill server.
 
-What a router does in front of two servers, for servers that find each other in another way.
+Replaces the router of docs/disaggregation.md for servers that reach each other through Ray.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cairn.server.in_process import Headers, post, replayed, with_length
+from cairn.server.in_process import Headers, post, replay_body, with_content_length
 
 log = logging.getLogger(__name__)
 
@@ -23,28 +23,29 @@ LIMITS = {
     "/v1/messages": "max_tokens",
     "/v1/responses": "max_output_tokens",
 }
-"""Paths of requests for text, and the parameter that limits its tokens."""
+"""Paths of generation requests, and the field with their token limit."""
 KEPT = {"stream": False, PARAMETERS: {"do_remote_decode": True}}
 LEFT_OUT = ("max_completion_tokens", "min_tokens", "n", "stream_options", "best_of")
-"""Parameters that contradict one token."""
+"""Request fields that contradict a limit of one token."""
 
 Prompt = Callable[[str, Headers, bytes], Awaitable[dict[str, Any] | None]]
 
 
-class AfterPrefill:
-    """An application whose requests for text have their prompts computed elsewhere. Where that
-    fails they are computed here.
+class RemotePrefillMiddleware:
+    """Sends the prompts of generation requests to a prefill server before `app` handles them.
+
+    If the prefill server fails, `app` computes the prompt itself.
 
     Args:
-        app: the server that decodes.
-        prompt: `prompt_computed` of one that prefills.
+        app: the decoding server.
+        prompt: calls `run_prefill` of the prefill server.
     """
 
     def __init__(self, app: ASGIApp, prompt: Prompt) -> None:
         self._app, self._prompt = app, prompt
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle an ASGI request."""
         asks = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in LIMITS
         if not asks:
             await self._app(scope, receive, send)
@@ -62,20 +63,21 @@ class AfterPrefill:
                 found = None
             if found is not None:
                 body = msgspec.json.encode(asked | {PARAMETERS: found})
-                scope = {**scope, "headers": with_length(headers, len(body))}
-        await self._app(scope, replayed(body, receive), send)
+                scope = {**scope, "headers": with_content_length(headers, len(body))}
+        await self._app(scope, replay_body(body, receive), send)
 
 
-async def prompt_computed(
+async def run_prefill(
     app: ASGIApp, path: str, headers: Headers, body: bytes
 ) -> dict[str, Any] | None:
-    """Run a request for one token through a server that keeps pages for others.
+    """Run a request for one token on a prefill server.
 
     Args:
-        app: the server.
-        path, headers, body: of the request.
+        app: the prefill server.
+        path, headers, body: path, headers and body of the request.
+
     Returns:
-        What the answer says of the pages; None: they are not kept, or the request failed.
+        The `kv_transfer_params` of the response; None if the request failed.
     """
     status, _, answered = await post(app, path, headers, body)
     answer = _fields(answered)
@@ -95,7 +97,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _fields(body: bytes) -> dict[str, Any] | None:
-    """The JSON object in a body; None: it holds none."""
+    """The JSON object in a body; None if it is not one."""
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.MsgspecError:
