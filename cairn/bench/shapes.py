@@ -1,4 +1,4 @@
-"""Published geometries with random weights, and their dense twins, as model folders."""
+"""Model folders with published geometries and random weights, and their dense counterparts."""
 
 from __future__ import annotations
 
@@ -340,13 +340,13 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3-8b": {"dense": _QWEN_3_8B},
 }
 """Shape -> attention kind ("hsa"; "dense": the same layers without landmarks; "dsa": latent
-attention over tokens that an indexer selects; "compressed": over a window and entries that stand
-for earlier tokens; "hybrid": gated delta nets between layers of full attention) -> config.json."""
+attention over tokens that an indexer selects; "compressed": over a window and compressed entries of
+earlier tokens; "hybrid": gated delta nets between layers of full attention) -> config.json."""
 KINDS = ("hsa", "dense", "dsa", "compressed", "hybrid")
 
 
 def kinds_of(shape: str) -> tuple[str, ...]:
-    """The attention kinds of a shape; of one that is unknown those of a folder."""
+    """Attention kinds of a shape; for unknown shapes those of a model folder."""
     return tuple(SHAPES.get(shape, ("hsa", "dense")))
 
 
@@ -356,8 +356,8 @@ def config_of(shape: str, kind: str, overlap: bool = False) -> dict[str, Any]:
     Args:
         shape: a key of SHAPES.
         kind: one of KINDS.
-        overlap: landmark layers carry no positions, as in the NoPE models; then neighbours with
-            equal tokens select much the same pages.
+        overlap: landmark layers have no positions (NoPE), so adjacent queries with equal tokens
+            select mostly the same pages.
 
     Raises:
         BadConfig: an unknown shape or kind.
@@ -375,7 +375,8 @@ def config_of(shape: str, kind: str, overlap: bool = False) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, shape: str, kind: str, overlap: bool = False) -> Path:
-    """Put a shape's config.json in `folder` and return it; the weights are drawn at load."""
+    """Write a shape's config.json to `folder` and return the folder; weights are random, drawn at
+    load."""
     text = json.dumps(config_of(shape, kind, overlap), indent=2)
     (folder / "config.json").write_text(text, encoding="utf-8")
     return folder

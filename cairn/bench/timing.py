@@ -1,8 +1,7 @@
-"""How long a call takes: replays of a CUDA graph on a GPU, the clock on a CPU.
+"""Timing of calls: CUDA graph replays on a GPU, wall clock on a CPU.
 
-Calls rotate over copies of their arguments that together are larger than the last cache, so that
-what is measured is memory, as in a step, where other layers ran in between.
-"""
+Calls rotate over copies of their arguments that together exceed the last-level cache, so that
+arguments come from memory, as in a step, where other layers run in between."""
 
 from __future__ import annotations
 
@@ -26,21 +25,21 @@ Call = Callable[[], Any]
 
 CPU_CACHE = 64 << 20
 COPIES = {"cuda": 32, "cpu": 8}
-"""Most copies of the arguments; arguments smaller than that stay in cache in a real step too."""
+"""Most copies of the arguments; small arguments stay in the cache in a real step too."""
 FEWEST = 2
-"""Fewest copies: in a real step the next layer does not read what this one left in the cache."""
+"""Least number of copies, because in a real step the next layer has other arguments."""
 MEMORY = {"cuda": 8 << 30, "cpu": 1 << 30}
-"""Bytes that all copies of a call's arguments may take."""
+"""Most bytes of all copies of the arguments."""
 LASTING, GRAPH_CALLS = 0.01, 64
-"""Seconds of work that a graph holds, and most calls: so long that its launch and a GPU that was
-idle do not matter."""
+"""Seconds of work per graph, and most calls per graph; long enough that launch latency and the
+clocks of an idle GPU do not matter."""
 REPEATS = (3, 20)
-"""Fewest and most measurements that the median is taken of."""
+"""Least and most measurements; the median is recorded."""
 SLOW = 0.25
-"""One call of so many seconds is measurement enough."""
+"""Calls that take longer (seconds) are measured once."""
 ENQUEUED, ROUNDS = 20, 5
-"""Calls that the host enqueues while it is timed, fewer than a device has room for, and how often
-it does."""
+"""Calls that are enqueued while host time is measured (fewer than the launch queue holds), and
+number of measurements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,8 @@ class Timing:
 
     Attributes:
         seconds: of one call, median.
-        how: "graph": replayed, so the host plays no part; "stream": launched one by one, because
-            the call waits for the device or cannot be captured; "clock": on the CPU.
+        how: "graph": CUDA graph replays, without host time; "stream": eager launches, for calls
+            that synchronize or cannot be captured; "clock": wall clock on a CPU.
     """
 
     seconds: float
@@ -58,10 +57,10 @@ class Timing:
 
 
 def rotated(function: Callable[..., Any], arguments: Arguments, touched: int) -> list[Call]:
-    """The call on as many copies of its arguments as exceed the last cache twice.
+    """Calls on copies of the arguments, which together exceed twice the last-level cache.
 
     Args:
-        function: what is called.
+        function: the function.
         arguments: of the first call.
         touched: bytes that a call reads and writes.
     """
@@ -78,12 +77,12 @@ def rotated(function: Callable[..., Any], arguments: Arguments, touched: int) ->
 
 
 def measure_calls(calls: Sequence[Call], device: str, budget: float) -> Timing:
-    """Seconds of one of these calls, median of several passes over them.
+    """Time of one call: median of several passes over the calls.
 
     Args:
-        calls: equal work on different memory.
+        calls: the same work on different memory.
         device: where they run.
-        budget: seconds that the measurement may take, a few passes at least.
+        budget: seconds for the measurement; at least a few passes are made.
     """
     with torch.inference_mode():
         if not device.startswith("cuda"):
@@ -95,8 +94,8 @@ def measure_calls(calls: Sequence[Call], device: str, budget: float) -> Timing:
 
 
 def host_seconds(call: Call) -> float | None:
-    """Seconds that the host takes for a call on a GPU by itself, one after the other, as eager code
-    makes them: median. None for a call that waits for the device."""
+    """Host seconds of an eager call on a GPU, median over consecutive calls. None for calls that
+    synchronize."""
     with torch.inference_mode():
         if _warmed_up(call) > SLOW or _waits(call):
             return None
@@ -112,7 +111,7 @@ def host_seconds(call: Call) -> float | None:
 
 
 def kernels(work: Call) -> int:
-    """GPU kernels that `work` launches, those of graphs it replays included."""
+    """Number of GPU kernels that `work` launches, including those of replayed graphs."""
     torch.cuda.synchronize()
     with recorder(ProfilerActivity.CUDA) as recorded:
         work()
@@ -138,7 +137,7 @@ def _clocked(calls: Sequence[Call], budget: float) -> Timing:
 
 
 def _warmed_up(call: Call) -> float:
-    """Seconds of a call after one that compiles what needs compiling."""
+    """Seconds of a call after a warm-up call, which may compile kernels."""
     call()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -148,7 +147,7 @@ def _warmed_up(call: Call) -> float:
 
 
 def _waits(call: Call) -> bool:
-    """Whether the host waits for the device in this call."""
+    """Whether a call synchronizes with the device."""
     mode = torch.cuda.get_sync_debug_mode()
     try:
         with warnings.catch_warnings():
@@ -165,7 +164,7 @@ def _waits(call: Call) -> bool:
 
 
 def _replayed(calls: Sequence[Call], budget: float) -> Timing:
-    """Events around the replays of a graph that holds the calls, again and again if they are short.
+    """Time replays of a graph of the calls, repeated if they are short, with events.
 
     Raises RuntimeError if the calls cannot be captured.
     """
@@ -185,7 +184,7 @@ def _replayed(calls: Sequence[Call], budget: float) -> Timing:
 
 
 def held(once: float, different: int) -> int:
-    """Calls of a graph, of so many seconds and on so many different arguments."""
+    """Number of calls per graph: `once` seconds each, on `different` sets of arguments."""
     return max(different, min(GRAPH_CALLS, math.ceil(LASTING / once)))
 
 
@@ -201,7 +200,7 @@ def _on_stream(calls: Sequence[Call], budget: float) -> Timing:
 
 
 def _median(work: Call, expected: float, budget: float) -> float:
-    """Seconds of `work`, which is expected to take about so many."""
+    """Median seconds of `work`, which is expected to take `expected` seconds."""
     fewest, most = REPEATS
     repeats = max(fewest, min(most, int(budget / expected)))
     work()
@@ -209,7 +208,7 @@ def _median(work: Call, expected: float, budget: float) -> float:
 
 
 def _between_events(work: Call, repeats: int) -> list[float]:
-    """Seconds of each repeat, by events on the current stream."""
+    """Seconds of each repetition, by events on the current stream."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda.synchronize()
     marks[0].record()

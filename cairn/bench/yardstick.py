@@ -1,4 +1,4 @@
-"""Times transformers' generate on the dense version of a shape, for comparison."""
+"""Baseline: times of transformers' generate with the dense config of a shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_yardstick(shape: str, context: int, batch: int, steps: int, dtype: str) 
     Args:
         shape: a key of SHAPES.
         context: prompt length in tokens.
-        batch: sequences at once.
+        batch: number of sequences.
         steps: decode steps to average over.
         dtype: "float32" or "bfloat16".
 

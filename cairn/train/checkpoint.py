@@ -20,18 +20,18 @@ from cairn.train.step import TrainStep
 from cairn.train.tokens import Vocabulary
 
 STATE = "training.safetensors"
-"""Weights in float32 and the optimizer's averages, from which a run goes on."""
+"""File of float32 weights and optimizer state, from which a run resumes."""
 RUN = "training.json"
-"""The recipe, what it was trained on, and every line of the log."""
+"""File of the recipe, the data's checksum and the log."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands.
+    """Progress of a run.
 
     Attributes:
-        step: steps done.
-        seconds: spent on them, over all sittings.
+        step: number of steps done.
+        seconds: total training time, over all calls.
         history: lines of the log.
     """
 
@@ -55,10 +55,10 @@ def save_state(folder: Path, training: TrainStep, progress: Progress, run: dict[
 
 
 def load_state(folder: Path, training: TrainStep, run: dict[str, str]) -> Progress | None:
-    """Restore a saved state; None if there is none.
+    """Restore a saved state; returns None if there is none.
 
     Raises:
-        BadConfig: the state is of another recipe or of other data, or cannot be read.
+        BadConfig: the state belongs to another recipe or other data, or cannot be read.
     """
     path = folder / STATE
     if not path.is_file():

@@ -1,6 +1,6 @@
-"""Training batches: slices of folders' text with facts hidden in them and questions for them.
+"""Training batches: slices of text with inserted facts and questions about them.
 
-Batch number `step` follows from the seed and the step alone, so that a run can go on from anywhere.
+A batch depends only on the seed and the step, so a run can resume at any step.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ SUFFIXES = frozenset(
     ".c .cc .cfg .cpp .css .go .h .html .java .js .json .md .py .rs .rst .sh .toml .ts .txt".split()
 )
 PYTHON_SUFFIXES = frozenset((".md", ".py", ".rst", ".txt"))
-"""File types that are read of installed packages: Python and prose."""
+"""File types read from installed packages."""
 SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "node_modules"})
 HELD_OUT = 40
-"""One file of so many is never trained on."""
+"""One of this many files is held out from training."""
 TOKENS_PER_FACT = 96
-"""A busy sequence has at most one fact in so many tokens."""
+"""Least tokens per fact in sequences with many facts."""
 TEST_STEP = 1 << 40
-"""Held-out batches are numbered from here."""
+"""Number of the first held-out batch."""
 
 _Line: TypeAlias = tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The text of folders as tokens.
+    """Tokens of the text in folders.
 
     Attributes:
         train, held_out: [n] ids.
-        files: how many there are.
-        characters: in all of them.
-        checksum: of all of them.
+        files: number of files.
+        characters: number of characters.
+        checksum: of the text.
     """
 
     train: Array
@@ -57,12 +57,12 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step's data.
+    """Data of one step.
 
     Attributes:
-        ids: [sequences, tokens + 1] int32; the last is only a target.
+        ids: [sequences, tokens + 1] int32; the last token is only a target.
         classes: [sequences, tokens + 1] uint8: 0 text, IGNORED or ANSWER.
-        topk: pages to select.
+        topk: number of pages to select.
     """
 
     ids: Array
@@ -71,7 +71,7 @@ class Batch:
 
 
 def installed_sources() -> tuple[Path, ...]:
-    """The folders that are read if none is given: the standard library, the installed packages."""
+    """Default folders: the standard library and the installed packages."""
     return Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))
 
 
@@ -92,12 +92,12 @@ def read_files(folder: Path, suffixes: Set[str] = SUFFIXES) -> Iterator[tuple[st
 def load_corpus(
     folders: Sequence[Path], tokenizer: str | int, longest: int
 ) -> tuple[Corpus, Vocabulary]:
-    """Read folders and make the recipe's tokenizer for them.
+    """Read folders and build the recipe's tokenizer.
 
     Args:
         folders: of text or code; none: `installed_sources`.
         tokenizer: as in Recipe.
-        longest: tokens that the longest sequence takes from it.
+        longest: tokens of the longest sequence.
 
     Raises:
         BadConfig: no such folder, or too little text in it.
@@ -115,7 +115,7 @@ def load_corpus(
     vocabulary = make_vocabulary(tokenizer, parts[False])
     train, held_out = (_encoded(vocabulary, parts[kind]) for kind in (False, True))
     if len(held_out) <= longest:
-        # Too few files for a held-out set: hold out the end of the text.
+        # With too few files, hold out the end of the text.
         whole = np.concatenate([train, held_out])
         cut = len(whole) - max(longest + 1, len(whole) // HELD_OUT)
         train, held_out = whole[: max(0, cut)], whole[max(0, cut) :]
@@ -143,13 +143,13 @@ def _encoded(vocabulary: Vocabulary, texts: list[str]) -> Array:
 
 
 class Batches:
-    """Makes the batch of any step.
+    """Builds the batch of a given step.
 
     Args:
         recipe: the run.
         corpus: its text.
         vocabulary: its tokenizer.
-        page_tokens: tokens of a page and its slots, (S - 1, S) with landmarks.
+        page_tokens: tokens and slots of a page: (S - 1, S) with landmarks.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Batches:
         return self._make(self.recipe.stage_of(step), self.corpus.train, step)
 
     def held_out(self, stage: Stage, number: int) -> Batch:
-        """A batch that no step has, of text that none has."""
+        """A batch of held-out text that is not used in training."""
         return self._make(stage, self.corpus.held_out, TEST_STEP + number)
 
     def _make(self, stage: Stage, text: Array, step: int) -> Batch:
@@ -196,7 +196,7 @@ class Batches:
     def _lines(
         self, facts: list[tuple[Fact, bool]], length: int
     ) -> tuple[list[list[_Line]], list[_Line | None], int]:
-        """Statements and question of every fact that has room, and the tokens they take."""
+        """Statements and questions of the facts that fit, and the number of their tokens."""
         statements: list[list[_Line]] = []
         questions: list[_Line | None] = []
         used = 0
@@ -217,7 +217,7 @@ class Batches:
         questions: list[_Line | None],
         rng: random.Random,
     ) -> tuple[Array, Array]:
-        """The text with every line in it, each question after what it asks for."""
+        """Insert the lines into the text; each question comes after its statements."""
         starts = np.flatnonzero(self.vocabulary.ends_line[filler]) + 1
         if rng.random() < 0.5 or not len(starts):
             starts = np.arange(len(filler) + 1)

@@ -1,4 +1,4 @@
-"""How a run is shown: a progress bar on a terminal, else a line on stderr now and then."""
+"""Progress of a run: a bar on a terminal, otherwise lines on stderr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cairn.train.recipe import Recipe
 
 
 class Display:
-    """Shows the lines of a run; a context manager."""
+    """Displays the log lines of a run; a context manager."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

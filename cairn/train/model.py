@@ -22,7 +22,7 @@ from cairn.train.sequence import sequence_attention
 from cairn.train.tasks import ANSWER
 
 PLAIN_PAGE = 64
-"""Page size of a model without pages: any divides the sequences alike."""
+"""Page size used for models without pages; sequence lengths are multiples of it."""
 
 
 class Norm(nn.Module):
@@ -120,7 +120,8 @@ class Layer(nn.Module):
         return q, k, v, z, *self._summaries(k, z)
 
     def _summaries(self, k: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys of each page pooled by its landmark's query, and the pooling's entropy."""
+        """Summary key of each page, pooled with its landmark's query, and the entropy of the
+        pooling weights."""
         keys = k.unflatten(0, (-1, self.page_size))[:, :-1]
         query = z.unflatten(0, (-1, self.page_size))[:, -1].unflatten(1, (self.groups, -1))
         logits = torch.einsum("ngmd,nsgd->ngms", query, keys).float() * self.dim**-0.5
@@ -138,12 +139,12 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a forward pass gives for the user's tokens.
+    """Outputs of a forward pass for the user tokens.
 
     Attributes:
         hidden: [B, U, hidden], after the final norm.
-        page_mass: [B, U] float32, mean over landmark layers and heads of the share of attention
-            that selected pages have.
+        page_mass: [B, U] float32, fraction of attention on selected pages, mean over landmark
+            layers and heads.
     """
 
     hidden: Tensor
@@ -188,7 +189,8 @@ class TrainedModel(nn.Module):
         self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
-        """Matrices keep the variance of their input; what adds to the residual starts small."""
+        """Initialise matrices so that they keep the variance of their input; output projections
+        start smaller."""
         generator = torch.Generator().manual_seed(seed)
         small = ("o_proj.weight", "down_proj.weight", "lmk_q_proj.1.weight")
         with torch.no_grad():
@@ -200,14 +202,16 @@ class TrainedModel(nn.Module):
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
 
     def compile_halves(self) -> None:
-        """Fuse what lies between products (torch.compile); attention stays a call of its own."""
+        """Compile the parts of a layer before and after attention, so that elementwise operations
+        are fused."""
         # torch.compile specialises for plain and landmark layers and for each number of slots.
         torch._dynamo.config.recompile_limit = 64
         self._project = torch.compile(Layer.project, dynamic=False)
         self._finish = torch.compile(Layer.finish, dynamic=False)
 
     def slots(self, ids: Tensor) -> Tensor:
-        """ids [B, U] with a landmark after every S - 1 of them: [B, L]; U is whole pages."""
+        """ids [B, U] with a landmark inserted after every S - 1 tokens: [B, L]; U is a multiple of
+        S - 1."""
         if not self.spec.landmarks:
             return ids
         pages = ids.unflatten(1, (-1, self.page_size - 1))
@@ -216,15 +220,15 @@ class TrainedModel(nn.Module):
         return slots
 
     def tokens(self, x: Tensor) -> Tensor:
-        """x [B, L, ...] at the user's tokens: [B, U, ...]."""
+        """Elements of x [B, L, ...] at user tokens: [B, U, ...]."""
         if not self.spec.landmarks:
             return x
         pages: Tensor = x.unflatten(1, (-1, self.page_size))
         return pages[:, :, :-1].flatten(1, 2)
 
     def angles(self, batch: int, length: int) -> list[Tensor | None]:
-        """Every layer's [cos | sin] [batch * length, d]; computed once, so that no graph is
-        captured around the computation."""
+        """[cos | sin] [batch * length, d] of all layers; computed once, outside of captured
+        graphs."""
         device = self.model.norm.weight.device
         if (batch, length) not in self._angles:
             slot = torch.arange(length, device=device)
@@ -294,9 +298,9 @@ class TrainedModel(nn.Module):
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention to all that came before, by PyTorch: q [B, L, h_q, d], k and v [B, L, h_kv, d].
+    """Causal attention by PyTorch: q [B, L, h_q, d], k and v [B, L, h_kv, d].
 
-    On a GPU its gradients are added in any order: two runs agree, but not to the bit.
+    On a GPU its gradients are summed in any order, so runs are not bitwise reproducible.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -312,8 +316,8 @@ def losses(
         hidden: [T, hidden]; table: [V, hidden]; page_mass: [T] float32.
         targets: [T] int64, the next tokens; classes: [T], of the next tokens.
     Returns:
-        Cross-entropy of text and of answers in nats, share of the answers' tokens that are right,
-        page mass where text is predicted.
+        Cross-entropy of text and of answers in nats, accuracy on answer tokens, page mass on text
+        tokens.
     """
     logits = functional.linear(hidden, table.to(hidden.dtype)).float()
     cross = functional.cross_entropy(logits, targets, reduction="none")
@@ -336,12 +340,12 @@ def gqa_mixers(spec: ModelSpec) -> list[GqaSpec]:
 
 
 def selecting_mixer(spec: ModelSpec) -> HilsSpec | None:
-    """The attention of the landmark layers, which are all alike; None without any."""
+    """The mixer of the landmark layers, which all have the same one; None without such layers."""
     return next((mixer for mixer in spec.mixers if isinstance(mixer, HilsSpec)), None)
 
 
 def _check(spec: ModelSpec) -> None:
-    """Refuse configs that this module does not implement, naming the field."""
+    """Raise BadConfig, with the field's name, for configs that this module does not implement."""
     mixers = gqa_mixers(spec)
     hils = selecting_mixer(spec)
     wrong = {

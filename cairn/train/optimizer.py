@@ -1,9 +1,8 @@
 """Muon for the matrices of the layers, Adam for embedding and gains, in place and capturable.
 
 Muon (Jordan et al. 2024): the momentum of a matrix is brought near the closest orthogonal matrix
-by a few Newton-Schulz steps, and that is the step. All that changes from step to step is in device
-tensors, so that a captured graph replays with new numbers.
-"""
+by a few Newton-Schulz steps, and that is the step. Values that change from step to step are in
+device tensors, so that a captured graph reads new ones."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from cairn.train.recipe import Rates
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic: singular values go to about 1, fast rather than exactly."""
+"""Coefficients of the quintic; singular values converge quickly to about 1."""
 ITERATIONS = 5
 MOMENTUM = (0.85, 0.95, 300)
-"""Muon's momentum rises from the first to the second over so many steps."""
+"""Muon's momentum rises from the first value to the second over this number of steps."""
 BETAS = (0.9, 0.95)
 
 
@@ -36,10 +35,10 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """Both rules, for the parameters of one model.
+    """Muon and Adam for the parameters of a model.
 
     Args:
-        model: its gradients are allocated here and stay where they are.
+        model: the model; its gradients are allocated here, at fixed addresses.
         rates: learning rates.
     """
 
@@ -68,16 +67,17 @@ class Optimizer:
         self._numbers = torch.zeros(4, device=device)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything beside the parameters that the next step depends on."""
+        """State of the optimizer besides the parameters."""
         groups = {"muon": self._momenta, "first": self._first, "second": self._second}
         return {f"{name}.{i}": t for name, group in groups.items() for i, t in enumerate(group)}
 
     def gradients(self) -> list[Tensor]:
-        """Of all parameters."""
+        """Gradients of all parameters."""
         return [gradient for group in (*self._muon, self._adam) for gradient in _gradients(group)]
 
     def prepare(self, step: int, factor: float) -> None:
-        """Write the step (0-based) and the learning-rate factor to what `apply` reads."""
+        """Write the step (0-based) and the learning-rate factor to the tensors that `apply`
+        reads."""
         low, high, steps = MOMENTUM
         momentum = low + (high - low) * min(1.0, step / steps)
         corrections = [1 - beta ** (step + 1) for beta in BETAS]

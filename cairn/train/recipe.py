@@ -1,7 +1,7 @@
-"""What a training run is, as frozen values. No torch.
+"""Training recipes as frozen dataclasses, without torch.
 
-A recipe names a model by its config.json, so that what is trained is what the engine reads. A file
-of a recipe is JSON with the same names:
+A recipe contains the model's config.json, which the engine reads too. A recipe file is JSON with
+the same field names:
 
     {"config": {"model_type": "qwen_hils", ...}, "stages": [{"share": 1, "length": 4096, ...}], ...}
 """
@@ -18,7 +18,7 @@ from cairn.errors import BadConfig
 from cairn.names import suggestion
 
 BYTES = "bytes"
-"""The tokenizer whose tokens are bytes."""
+"""Name of the tokenizer with one token per byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Stage:
     """A part of the run with sequences of one length.
 
     Attributes:
-        share: of the run's steps; shares add up to 1.
-        length: slots of a sequence, whole pages.
-        sequences: in a step.
-        topk: pages that a query selects; every step takes one of these.
-        busy: share of the sequences with many facts; the others have one to three.
+        share: fraction of the run's steps; they sum to 1.
+        length: slots per sequence, a multiple of the page size.
+        sequences: sequences per step.
+        topk: numbers of pages per query; each step uses one of them.
+        busy: fraction of sequences with many facts; others have one to three.
     """
 
     share: float
@@ -41,7 +41,7 @@ class Stage:
 
     @property
     def slots(self) -> int:
-        """Slots of a step."""
+        """Slots per step."""
         return self.length * self.sequences
 
 
@@ -50,11 +50,11 @@ class Rates:
     """Learning rates and their schedule.
 
     Attributes:
-        matrices: of Muon, for the matrices of the layers.
+        matrices: of Muon, for matrices of layers.
         embedding, gains: of Adam.
-        warmup: steps over which they rise.
-        decay: last share of the run, over which they fall to `least`.
-        least: share of the rates at the end.
+        warmup: steps of the linear warm-up.
+        decay: final fraction of the run, over which they fall to `least`.
+        least: factor of the rates at the end.
     """
 
     matrices: float = 0.02
@@ -65,7 +65,7 @@ class Rates:
     least: float = 0.02
 
     def factor(self, step: int, steps: int) -> float:
-        """Share of the rates in force at a step (0-based)."""
+        """Learning-rate factor of a step (0-based)."""
         rising = min(1.0, (step + 1) / max(1, self.warmup))
         falling = (1 - step / steps) / self.decay if self.decay else 1.0
         return rising * min(1.0, max(self.least, falling))
@@ -81,7 +81,7 @@ class Recipe:
         stages: lengths, short to long.
         rates: learning rates.
         tokenizer: "bytes", or the size of a byte-pair vocabulary to train on the data.
-        answer_weight: of the answers' loss beside the text's.
+        answer_weight: weight of the loss on answers relative to that on text.
         page_weight: of the loss on the softmax's share that selected pages have where plain text is
             predicted: it keeps pages that do not matter below softmax1's zero.
         seed: of everything that is drawn.
@@ -128,7 +128,7 @@ class Recipe:
 
     @property
     def slots(self) -> int:
-        """Slots of the whole run."""
+        """Total number of slots of the run."""
         return sum(self.stage_of(step).slots for step in range(self.steps))
 
     def as_json(self) -> str:
@@ -139,7 +139,7 @@ class Recipe:
 def embedded_config() -> dict[str, Any]:
     """The model that the shipped recipe trains: 7.6 million parameters, 14.4 MiB in bfloat16.
 
-    Two layers see a window alone and leave what lies further back to the three above them.
+    Two layers have window attention only; the three above them select pages.
     """
     return {
         "architectures": ["HiLSForCausalLM"],
@@ -180,7 +180,8 @@ def embedded_config() -> dict[str, Any]:
 
 
 def dense_config() -> dict[str, Any]:
-    """The dense twin: the same widths and depth, every layer full causal, no landmarks."""
+    """Config of the dense counterpart: the same widths and depth, full causal attention, no
+    landmarks."""
     kept = {
         name: value
         for name, value in embedded_config().items()
@@ -202,7 +203,7 @@ def embedded() -> Recipe:
         config=embedded_config(),
         steps=11000,
         stages=(
-            # At first every page is selected, so that each page gets gradients.
+            # First select all pages, so that each page gets gradients.
             Stage(0.08, 1024, 32, (16,), 0.9),
             Stage(0.12, 2048, 16, (8, 16), 0.7),
             Stage(0.34, 4096, 8, (8, 16), 0.5),
@@ -218,9 +219,9 @@ def embedded() -> Recipe:
 
 
 def dense() -> Recipe:
-    """The dense twin of `embedded`: as many steps on the same text and tasks.
+    """Dense counterpart of `embedded`: as many steps on the same text and tasks.
 
-    Fewer of its steps have the greatest lengths, where every slot attends to all before it.
+    Fewer steps have the greatest lengths, because dense attention is expensive there.
     """
     stages = (
         Stage(0.08, 1024, 32, (1,), 0.9),
@@ -238,7 +239,8 @@ RECIPES = {"embedded": embedded, "dense": dense}
 
 
 def smoke(recipe: Recipe) -> Recipe:
-    """The same run in small: every stage and kind of layer, in seconds on a CPU."""
+    """A small version of the run, with all stages and kinds of layers, for a few seconds on a
+    CPU."""
     config = {
         **recipe.config,
         "hidden_size": 32,
@@ -305,7 +307,7 @@ def from_json(text: str) -> Recipe:
 
 
 def _checked(kind: type[Any], given: Any) -> dict[str, Any]:
-    """The fields of a dataclass, with values of the types that its defaults have."""
+    """The fields of a dataclass, after checking that values have the types of its defaults."""
     what = kind.__name__.lower()
     if not isinstance(given, dict):
         raise BadConfig(f"a {what} is {given!r}", "Write an object")

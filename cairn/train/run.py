@@ -1,4 +1,4 @@
-"""A training run: data, steps, log, checkpoints, and the model at the end."""
+"""A training run: data, steps, log, checkpoints and export of the model."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from cairn.train.recipe import Recipe
 from cairn.train.step import METRICS, TrainStep
 
 AHEAD = 8
-"""Batches that are made before they are needed."""
+"""Number of batches that are built ahead."""
 WORKERS = 2
 HELD_OUT_BATCHES = 4
 
 Line = dict[str, float]
-"""A line of the log: step, length, rate (share of the learning rates), tokens_per_second and the
-METRICS, means since the line before; bits is `text` in bits a token."""
+"""A log line: step, length, rate (factor of the learning rates), tokens_per_second and METRICS,
+averaged since the previous line; bits is `text` in bits per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Arguments of a run besides the recipe.
+    """Options of a run besides the recipe.
 
     Attributes:
         output: folder of the state and of the model.
         data: folders of text or code; none: the sources of Python and of its installed packages.
         device: "auto", "cpu" or "cuda".
         dtype: of the computation; None: bfloat16 on a GPU, float32 elsewhere.
-        max_seconds: stop after so long, with a state to go on from; None: never.
+        max_seconds: time limit, after which the state is saved; None: no limit.
     """
 
     output: Path
@@ -63,10 +63,10 @@ class Outcome:
     """Result of one call: finished or interrupted.
 
     Attributes:
-        finished: the model is in the folder; otherwise there is a state to go on from.
-        progress: where the run stands.
-        held_out: the last line's numbers on text that was not trained on; empty if not finished.
-        parameters: of the model.
+        finished: whether the model was exported; otherwise the folder holds a state to resume from.
+        progress: progress of the run.
+        held_out: metrics on held-out text; empty if not finished.
+        parameters: number of parameters.
     """
 
     finished: bool
@@ -76,17 +76,17 @@ class Outcome:
 
 
 def train(recipe: Recipe, run: Run, report: Callable[[Line], None]) -> Outcome:
-    """Train from the start, or from the state in the output folder.
+    """Train from scratch, or from the state in the output folder.
 
     Args:
-        recipe: what.
-        run: where.
+        recipe: model, data and schedule.
+        run: folders, device and limits.
         report: called with every line of the log.
 
     Raises:
-        BadConfig: a recipe, a folder or a device that is impossible here; a model or a state in
-            the folder that is another run's; a loss that is no number any more.
-        BadModel: the recipe's config makes no model.
+        BadConfig: an invalid recipe, folder or device; the folder holds a model or state of another
+            run; the loss is NaN.
+        BadModel: the recipe's config is not a valid model.
     """
     device = _device(run.device)
     if (run.output / "config.json").exists() and not (run.output / STATE).exists():
@@ -121,7 +121,7 @@ def train(recipe: Recipe, run: Run, report: Callable[[Line], None]) -> Outcome:
 
 
 class _Sitting:
-    """The loop over steps of one call."""
+    """The training loop of one call."""
 
     def __init__(
         self,
@@ -137,7 +137,8 @@ class _Sitting:
         self.fingerprint = fingerprint(self.recipe, corpus)
 
     def go(self) -> bool:
-        """Run to the end or to the time limit; whether it was the end. Leaves a state behind."""
+        """Run to the end or to the time limit and save the state. Returns whether the run is
+        finished."""
         progress, recipe, limit = self.progress, self.recipe, self.run.max_seconds
         total = torch.zeros(len(METRICS), device=self.training.device)
         began = now = time.perf_counter()
@@ -161,7 +162,7 @@ class _Sitting:
         return True
 
     def _finish_line(self, total: Tensor, since: float, slots: int) -> float:
-        """Report the steps since `since`, start counting anew; the time now."""
+        """Report the steps since `since` and reset the counters; returns the current time."""
         step = self.progress.step
         first = (step - 1) // self.recipe.log_steps * self.recipe.log_steps
         means = (total / (step - first)).tolist()
@@ -184,7 +185,7 @@ class _Sitting:
         return now
 
     def _batches(self, first: int) -> Iterator[tuple[int, Batch]]:
-        """Batches from a step on, made ahead on threads of their own."""
+        """Yield the batches from a step on; threads build them ahead of time."""
         waiting: deque[Future[Batch]] = deque()
         with ThreadPoolExecutor(WORKERS) as pool:
             try:
@@ -196,7 +197,7 @@ class _Sitting:
                 pool.shutdown(cancel_futures=True)
 
     def held_out(self) -> Line:
-        """Metrics on text that was not trained on, in the last stage's length."""
+        """Metrics on held-out text, with sequences of the last stage's length."""
         stage = self.recipe.stages[-1]
         hils = selecting_mixer(self.training.model.spec)
         topk = hils.topk if hils is not None else stage.topk[0]

@@ -1,4 +1,4 @@
-"""One optimizer step; on a GPU as two replayed graphs, gradients and their use."""
+"""One training step; on a GPU as two CUDA graphs, for gradients and for the optimizer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cairn.train.optimizer import Optimizer
 from cairn.train.recipe import Recipe
 
 METRICS = ("text", "answer", "right", "page_mass")
-"""What a step reports: cross-entropy of text and of answers (nats a token), share of the answers'
-tokens that are right, share of attention on pages where text is predicted."""
+"""Metrics of a step: cross-entropy of text and of answers (nats per token), accuracy on answer
+tokens, fraction of attention on pages for text tokens."""
 
 
 class _Inputs:
-    """A batch in buffers with fixed addresses, which graphs read."""
+    """Input buffers of the graphs, at fixed addresses."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.ids = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -31,7 +31,7 @@ class _Inputs:
 
 
 class TrainStep:
-    """Runs steps.
+    """Runs training steps.
 
     Args:
         model: on its device.
@@ -71,8 +71,8 @@ class TrainStep:
         return self.metrics
 
     def evaluate(self, batch: Batch, topk: int) -> Tensor:
-        """METRICS [4] on a batch, without a step."""
-        # Gradients stay enabled although unused: no_grad would compile everything again.
+        """METRICS [4] of a batch, without training on it."""
+        # Gradients stay enabled: under no_grad torch.compile would compile everything again.
         return self._forward(self._inputs_of(batch), topk).detach()
 
     def _inputs_of(self, batch: Batch) -> _Inputs:

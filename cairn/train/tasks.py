@@ -1,8 +1,8 @@
-"""Facts to hide in text and questions for them, drawn on the fly.
+"""Random facts to insert into text, and questions about them.
 
 Four kinds: a fact in a line (`#key abcd=48213`, asked by `#ask abcd=`), a fact in an English
 sentence, of several forms for statement and question, several such facts asked for at once, and a
-chain of variables to follow. Several facts in one text make a task with many keys and many queries.
+chain of variables to follow. Several facts in one text give a task with many keys and queries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import string
 from dataclasses import dataclass
 
 IGNORED, ANSWER = 1, 2
-"""Classes of a token: it carries no loss (it is random), it belongs to an answer. Text is 0."""
+"""Token classes: IGNORED has no loss (random tokens), ANSWER belongs to an answer; text is 0."""
 
 Piece = tuple[str, int]
 """A text and the class of its tokens."""
@@ -58,10 +58,10 @@ SECOND = tuple("badger cedar falcon harbor island lantern meadow otter pine rive
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact: statements to hide and the question.
+    """A fact: statements to insert, and a question.
 
     Attributes:
-        statements: lines to hide, in any order.
+        statements: lines to insert, in any order.
         question: the line that asks, as pieces; its answer is of the class ANSWER.
     """
 
@@ -70,10 +70,10 @@ class Fact:
 
 
 class Facts:
-    """Draws facts whose keys do not collide.
+    """Draws facts with distinct keys.
 
     Args:
-        rng: source of all draws.
+        rng: random generator.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -82,7 +82,7 @@ class Facts:
         self._nouns: dict[str, list[str]] = {}
 
     def draw(self) -> Fact:
-        """A fact of one of the kinds."""
+        """A random fact of one of the kinds."""
         chance = self.rng.random()
         if chance < 0.3:
             return self.line()
@@ -111,7 +111,7 @@ class Facts:
         return Fact((self._stated(words),), self._asked(asked, words["value"]))
 
     def several(self) -> Fact:
-        """Two to four statements in English and one question for all of them."""
+        """Two to four statements in English and one question about all of them."""
         rng, noun = self.rng, self.rng.choice(NOUNS)
         values = {self._key(named=True): self._value() for _ in range(rng.randrange(2, 5))}
         stated = [
@@ -122,7 +122,7 @@ class Facts:
         return Fact(tuple(stated), self._asked(asked, _listed(list(values.values()))))
 
     def chain(self) -> Fact:
-        """Two to four links to follow, in lines or as assignments."""
+        """A chain of two to four links, as lines or assignments."""
         rng = self.rng
         keys, value = [self._key() for _ in range(rng.choice((2, 3, 3, 3, 4)))], self._value()
         if rng.random() < 0.6:
@@ -147,7 +147,7 @@ class Facts:
         return f"\n{sentence}\n" if self.rng.random() < 0.5 else f" {sentence} "
 
     def _asked(self, question: str, answer: str) -> tuple[Piece, ...]:
-        """The space between question and answer ends the question or starts the answer."""
+        """The space between question and answer belongs to either of them at random."""
         if self.rng.random() < 0.5:
             return (f"\n{question} ", IGNORED), (f"{answer}.\n", ANSWER)
         return (f"\n{question}", IGNORED), (f" {answer}.\n", ANSWER)

@@ -1,4 +1,4 @@
-"""Tokenizers: one whose tokens are bytes, or byte pairs trained on the data. Both are lossless."""
+"""Tokenizers: bytes, or byte-pair encoding trained on the data. Both are lossless."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cairn.train.tasks import Piece
 Array: TypeAlias = NDArray[Any]
 
 LEAST = 256
-"""Every byte is a token, so that any text can be written."""
+"""Number of byte tokens; with all of them any text can be encoded."""
 
 
 def byte_characters() -> list[str]:
@@ -40,10 +40,10 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
-    """Byte pairs of these texts, `size` tokens in all.
+    """Train a byte-pair encoding with `size` tokens on texts.
 
     Raises:
-        BadConfig: fewer tokens than bytes, or too little text for so many.
+        BadConfig: `size` is less than 256, or there is too little text for it.
     """
     if size < LEAST:
         raise BadConfig(f"tokenizer is {size}", f"Write at least {LEAST}: every byte is a token")
@@ -90,7 +90,7 @@ class Vocabulary:
     def encode_pieces(self, pieces: Sequence[Piece]) -> tuple[Array, Array]:
         """Ids of the pieces' text as a whole, and the class of each id.
 
-        A token that lies in two pieces is of the larger class.
+        A token that spans two pieces has the larger class.
         """
         text = "".join(piece for piece, _ in pieces)
         if self._are_bytes:

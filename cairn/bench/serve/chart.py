@@ -39,7 +39,7 @@ def stall_chart(
     target_ms: float | None,
     path: Path,
 ) -> None:
-    """Every inter-token latency at its time, the long prompt's prefill shaded.
+    """Inter-token latencies over time, with the prefill of the long prompt shaded.
 
     Args:
         before, during: (when, seconds) of the streams' gaps.
@@ -88,7 +88,7 @@ def soak_chart(series: SoakSeries, warmup: float, path: Path) -> None:
 
 
 def _distribution(ax: Axes, name: str, ms: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-    """The share of events that took at most so long, with the median and p99 marked."""
+    """Cumulative distribution with median and p99 marked."""
     ax.set_title(name, fontsize=10, loc="left")
     ax.set_xlabel("ms")
     ax.set_ylabel("share of events")

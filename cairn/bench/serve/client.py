@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as the load generator sees it: aiohttp, streaming, usage."""
+"""Client of an OpenAI-compatible server: aiohttp, streaming, usage."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_token(self) -> bool:
-        """A piece without text is a token too (half a character), a role or an end is none."""
+        """Whether a chunk contains a token. Chunks without text may (part of a character); chunks
+        of a role or an end do not."""
         if self.piece:
             return True
         role = self.delta is not None and self.delta.role is not None
@@ -68,7 +69,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """A completion or a chunk of one; fields that are not read here may be anything."""
+    """A completion or a chunk of one; other fields are ignored."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -80,7 +81,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where the server is and how to speak to it.
+    """Address of a server and how to authenticate.
 
     Attributes:
         base_url: with or without /v1 at its end.
@@ -135,7 +136,7 @@ class Server:
         await self.close()
 
     def open(self) -> None:
-        """Make connections possible; entering does it, and `close` undoes it."""
+        """Open the connection pool; `close` closes it. Entering the context calls it."""
         self._session = self._session or _session(self.address)
 
     async def close(self) -> None:

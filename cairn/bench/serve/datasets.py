@@ -27,7 +27,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    """Which prompts. Raises BadConfig for what cannot be.
+    """Options of a dataset. Raises BadConfig for invalid values.
 
     Attributes:
         name: one of DATASETS.
@@ -62,7 +62,7 @@ class DatasetOptions:
 
 
 class Dataset(Protocol):
-    """Prompts by number, without end."""
+    """Unlimited sequence of prompts, by index."""
 
     async def item(self, index: int) -> Item:
         """The prompt with this number: always the same one for the same seed."""
@@ -71,7 +71,7 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RandomTexts:
-    """Independent random texts, behind one of the prefixes when there are any."""
+    """Independent random texts, after one of the shared prefixes if there are any."""
 
     options: DatasetOptions
     lengths: Lengths

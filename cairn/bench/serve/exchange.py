@@ -38,11 +38,11 @@ class Request:
 
     @property
     def path(self) -> str:
-        """Below the server's /v1."""
+        """URL path below /v1."""
         return "chat/completions" if self.chat else "completions"
 
     def body(self, model: str) -> dict[str, Any]:
-        """The JSON body; only what differs from the API's defaults is in it."""
+        """The JSON body, without fields at the API's defaults."""
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": self.output_len,
@@ -100,7 +100,7 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Ended by itself and without failure."""
+        """Whether it ended without failure or cancellation."""
         return self.ended > 0.0 and self.error is None and not self.aborted
 
     @property
@@ -126,6 +126,6 @@ class Outcome:
         return (self.ended - self.stamps[0]) / (self.output_tokens - 1)
 
     def fail(self, kind: str, detail: str = "") -> None:
-        """Note the first failure; later ones follow from it."""
+        """Record the first failure; later ones are its consequences."""
         if self.error is None:
             self.error, self.detail = kind, " ".join(detail.split())[:300]

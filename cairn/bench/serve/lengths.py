@@ -1,4 +1,4 @@
-"""Texts of a wanted number of tokens, for a server whose vocabulary is not known."""
+"""Texts of a given number of tokens, for a server with unknown vocabulary."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Lengths:
         count: tokens of a text.
         tokens_per_char: of random text, measured once.
         source: what counts: "tokenizer", "/tokenize" or "usage".
-        exact: count every text and correct it; else the measured proportion has to do.
+        exact: count the tokens of each text and correct its length; otherwise use the measured
+            ratio.
     """
 
     count: Counter
@@ -46,7 +47,7 @@ class Lengths:
     exact: bool
 
     def estimate(self, text: str) -> int:
-        """Tokens of a text by the measured proportion."""
+        """Estimated tokens of a text, by the measured ratio."""
         return max(1, round(len(text) * self.tokens_per_char))
 
     async def measure(self, text: str) -> int:
@@ -139,7 +140,7 @@ def _local_counter(folder: Path) -> Counter:
 
 
 def _resized(rng: random.Random, text: str, change: int) -> str:
-    """The text with characters added or taken from its end; one stays."""
+    """The text with characters added at or removed from its end; at least one remains."""
     if change < 0:
         return text[: max(1, len(text) + change)]
     return f"{text} {random_text(rng, change)}"[: len(text) + change]

@@ -1,6 +1,6 @@
 """Timing of the load: arrivals, periodic work, clients that disconnect early.
 
-All measurements of a server run on these.
+All measurements of a server use them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MEMORY = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How requests arrive. Raises BadConfig for a pace that never ends or cannot be.
+    """Arrival process of requests. Raises BadConfig for invalid values and for a pace without end.
 
     Attributes:
         rate: requests per second; inf sends as soon as `max_concurrency` allows.
@@ -125,8 +125,7 @@ async def every(seconds: float, call: Callable[[], Awaitable[None]]) -> AsyncIte
 class Leavers:
     """Clients that close the connection at a random moment of their request's usual time.
 
-    Some of them are served before that moment; more are told to leave then, so that the share of
-    those who really left comes to what was asked for.
+    Some of them are served before that moment, so more clients are told to leave than `fraction`.
 
     Args:
         fraction: of the requests, in [0, 1].
@@ -146,7 +145,8 @@ class Leavers:
         return moment * self._usual.get(kind, FIRST_GUESS_SECONDS) if leaves else None
 
     def learn(self, outcome: Outcome, leave_after: float | None) -> None:
-        """Follow how long requests of a kind take, and who of those told to leave did.
+        """Record the duration of a request of a kind, and whether a client that was told to leave
+        did.
 
         Args:
             outcome: of an ended request.

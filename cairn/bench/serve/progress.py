@@ -1,4 +1,4 @@
-"""One bar on stderr for a load: requests done, or seconds gone."""
+"""Progress bar on stderr: requests done, or seconds elapsed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cairn.bench.serve.load import every
 REFRESH_SECONDS = 0.2
 
 View = Callable[[], tuple[float, str]]
-"""How much is done, and a note."""
+"""Returns the progress and a note."""
 
 
 @asynccontextmanager

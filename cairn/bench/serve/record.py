@@ -14,7 +14,7 @@ SECRET = "--api-key"
 
 
 class Recorder:
-    """Looks at the machine before a measurement and appends its record after.
+    """Describes the machine before a measurement and appends its record afterwards.
 
     Args:
         phase: "serve", "stall" or "soak".
@@ -35,7 +35,7 @@ class Recorder:
     def save(self, model: str, fields: Mapping[str, object]) -> tuple[dict[str, object], Path]:
         """Append the record of a model's server; the record and its file.
 
-        The machine in it is the one that the load came from.
+        Its machine is the one that generated the load.
         """
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", model.rstrip("/").rsplit("/", 1)[-1])
         path = self._output or default_path(f"{self._phase}-{name}", self._run.machine)
@@ -45,7 +45,7 @@ class Recorder:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """`cairn` with its arguments as one would type them, the API key's value left out."""
+    """The command line of `cairn`, without the value of the API key."""
     shown = list(arguments)
     for i, word in enumerate(arguments):
         if word == SECRET and i + 1 < len(shown):

@@ -40,7 +40,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Iterable[float | None]) -> Spread | None:
-        """The spread of what is known; None when nothing is."""
+        """Spread of the known values; None if there are none."""
         values = np.array([x for x in seconds if x is not None], dtype=np.float64) * 1e3
         if not len(values):
             return None
@@ -101,7 +101,7 @@ class Report:
 
 
 def summarize(outcomes: Sequence[Outcome]) -> Report:
-    """The report of ended requests."""
+    """Report of the ended requests."""
     done = [x for x in outcomes if x.complete]
     failed = [x for x in outcomes if x.error is not None]
     seconds = 0.0

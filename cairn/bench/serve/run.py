@@ -21,13 +21,14 @@ PREPARED_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class ServePlan:
-    """What to run.
+    """Options of the load.
 
     Attributes:
         address: of the server.
-        dataset: which prompts.
-        pace: when they are sent. With a count they are made before the load starts; without one,
-            while it runs and by measured proportion, so that counting does not load the server.
+        dataset: source of the prompts.
+        pace: arrival process. With a count the prompts are made before the load starts; without
+            one, while it runs and by measured proportion, so that counting does not load the
+            server.
         chat: /v1/chat/completions instead of /v1/completions.
         ignore_eos: outputs run to their full length.
         temperature: of sampling.
@@ -62,7 +63,7 @@ class ServePlan:
 
 @dataclass(frozen=True, slots=True)
 class ServeResult:
-    """What a load met: the model's name, every request, and the report over them."""
+    """Result of a load: the model's name, all outcomes and the report."""
 
     model: str
     outcomes: list[Outcome]

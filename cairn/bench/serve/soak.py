@@ -25,7 +25,7 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SoakPlan:
-    """What to run.
+    """Options of a soak.
 
     Attributes:
         address: of the server.
@@ -129,7 +129,7 @@ class _Soak:
         self._leavers.learn(outcome, leave)
         self.tally.add(outcome)
         if outcome.error is not None:
-            # Wait after a refusal, else requests would be sent in a tight loop.
+            # Wait after a refusal, so that requests are not sent in a tight loop.
             await asyncio.sleep(PAUSE_SECONDS)
 
     @property

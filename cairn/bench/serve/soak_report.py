@@ -37,7 +37,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Tally:
-    """Requests of the load, counted as they end: an hour of outcomes need not be kept.
+    """Counts of ended requests, so that outcomes need not be kept for hours.
 
     Attributes:
         sent, completed, aborted: kind of request -> requests.
@@ -72,10 +72,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ProcessTrend:
-    """A process over the soak, its warm-up left out.
+    """Trend of a process over the soak, without the warm-up.
 
     Attributes:
-        pid, command: which.
+        pid, command: the process.
         rss_mb_per_hour: slope of resident memory; None for too few samples.
         rss_mb: first and last.
         fds_under_load: fewest and most open descriptors.
@@ -117,16 +117,16 @@ class SoakSeries:
 
 @dataclass(frozen=True, slots=True)
 class SoakResult:
-    """What was seen.
+    """Result of a soak.
 
     Attributes:
         model: name of the model.
-        warmup: seconds that slopes and ranges leave out.
-        seconds: that the load ran, shorter than planned when the server ended.
-        tally: of the requests.
+        warmup: first seconds, which slopes and ranges exclude.
+        seconds: duration of the load, shorter than planned if the server ended.
+        tally: counts of requests.
         samples: during the load.
         rest_before, rest_after: the idle server, before and after.
-        ended: the server's parent process ended during the load.
+        ended: whether the server's parent process ended during the load.
     """
 
     model: str
@@ -139,7 +139,7 @@ class SoakResult:
     ended: bool
 
     def trends(self) -> list[ProcessTrend]:
-        """What became of each process that was ever seen."""
+        """Trend of each observed process."""
         names = {p.pid: p.command for s in self.samples for p in s.processes.values()}
         return [self._trend(pid, name) for pid, name in sorted(names.items())]
 
@@ -159,12 +159,13 @@ class SoakResult:
         )
 
     def leaked_pages(self) -> tuple[float | None, float | None]:
-        """Most that any sample showed, and at rest at the end; None where the server says none."""
+        """Maximum over the samples, and value at rest after the load; None if the server does not
+        report it."""
         seen = [s.gauges["leaked_pages"] for s in self.samples if "leaked_pages" in s.gauges]
         return (max(seen) if seen else None, self.rest_after.gauges.get("leaked_pages"))
 
     def series(self) -> SoakSeries:
-        """The samples, thinned."""
+        """A subset of the samples, evenly spaced."""
         step = -(-len(self.samples) // POINTS) or 1
         kept = self.samples[::step]
         gauges = {name: tuple(s.gauges.get(name) for s in kept) for name in GAUGES}

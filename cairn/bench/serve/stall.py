@@ -25,7 +25,7 @@ Gap = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class StallPlan:
-    """What to run.
+    """Options of a stall measurement.
 
     Attributes:
         address: of the server.
@@ -61,7 +61,7 @@ class StallPlan:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The long prompt once: when it was sent, its first token, tokens that were computed."""
+    """One run of the long prompt: when it was sent, time of its first token, computed tokens."""
 
     sent: float
     first: float
@@ -80,7 +80,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class StallResult:
-    """What was seen.
+    """Result of a stall measurement.
 
     Attributes:
         model: name of the model.
@@ -163,7 +163,7 @@ async def run_stall(plan: StallPlan) -> StallResult:
         note = "long prompt alone"
         began = time.perf_counter()
         async with progress_bar("stall", None, lambda: (time.perf_counter() - began, note)):
-            # The first request pays for what a server does only once.
+            # The first request may include one-time work of the server.
             await _prefill(server, await _prompt(plan, lengths, "warm", plan.stream_len))
             alone = await _prefill(server, await _prompt(plan, lengths, "alone", plan.long_len))
             streams = [
@@ -175,7 +175,7 @@ async def run_stall(plan: StallPlan) -> StallResult:
             outcomes, calm, beside = await _both(plan, server, streams, late)
             note = "long prompt alone again"
             again = await _prefill(server, await _prompt(plan, lengths, "again", plan.long_len))
-    # The faster one: the first also pays for what a server does at its first long prompt.
+    # Use the faster one: the first long prompt may include one-time work of the server.
     alone = max(alone, again, key=lambda prefill: prefill.speed)
     before, during = split_gaps(outcomes, calm, beside)
     return StallResult(server.model, alone, beside, before, during, plan.target_ms)

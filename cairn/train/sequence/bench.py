@@ -1,4 +1,4 @@
-"""What `cairn bench ops` times of this family."""
+"""Benchmark points of this family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cairn.train.sequence.sequence_attention import sequence_attention
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention to all keys, [B, h, L, d]: something else, for the same layer."""
+    """Full causal attention by SDPA, [B, h, L, d], for comparison."""
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -1,4 +1,4 @@
-"""Cases on which the ops of this family are tested."""
+"""Test cases of this family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sequence_attention is launched, forward and backward.
+"""Launches of sequence_attention, forward and backward.
 
 Which page is read by which queries differs from query to query. Queries are taken in blocks; every
 block has a list of the pages that one of its queries selected, and every page a list of the blocks
@@ -22,14 +22,14 @@ from cairn.train.sequence import kernels
 ROWS = 64
 """Queries times heads of a tile."""
 MIN_HEADS = 16
-"""Smallest side of a product on a GPU: a page's summaries are padded to it."""
+"""Least size of a tl.dot operand; summaries of a page are padded to it."""
 MAX_TOKENS = 1 << 15
-"""Tokens that one call of select_pages is given: its kernels count them in a grid's short side."""
+"""Most tokens per call of select_pages, whose kernels have them on a grid axis of limited size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The op's options.
+    """Options of the op.
 
     Attributes:
         page_size, window, topk, softmax1, aligned, mask_landmarks: as in the op.
@@ -44,7 +44,7 @@ class Rule:
 
 
 def accepts(q: Tensor, page_size: int) -> bool:
-    """Shapes that the kernels take: powers of two, and heads that fit a tile."""
+    """Whether the kernels support the shapes: powers of two, and heads that fit in a tile."""
     dim = q.shape[3]
     powers = all(n & (n - 1) == 0 for n in (dim, page_size))
     return powers and 16 <= dim <= 128 and 16 <= page_size <= 128 and q.shape[2] <= ROWS
@@ -191,7 +191,8 @@ class SequenceAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, dmass: Tensor) -> tuple[Tensor | None, ...]:
-        """Queries block by block, keys page by page; nothing is added by two programs."""
+        """Gradients of queries per block and of keys per page; no element is accumulated by two
+        programs."""
         rule: Rule = ctx.rule
         q, k, v, o, lse, *rest = ctx.saved_tensors
         do = do.contiguous()
@@ -266,7 +267,7 @@ def attend(
     summary_bias: Tensor | None,
     rule: Rule,
 ) -> tuple[Tensor, Tensor]:
-    """sequence_attention by the kernels."""
+    """sequence_attention with the kernels."""
     call: Callable[..., tuple[Tensor, Tensor]] = SequenceAttention.apply
     return call(q, k, v, lmk_q, summary_key, summary_bias, rule)
 
