@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cairn.ops.bench_points import Draw, Point, Points, moved
 from cairn.ops.moe.apply_shuffle_mul_sum import apply_shuffle_mul_sum
-from cairn.ops.moe.cases import aligned_inputs, prepared_inputs
+from cairn.ops.moe.cases import aligned_inputs, grouped_mm_args, prepared_inputs
 from cairn.ops.moe.cutlass_w4a8 import cutlass_w4a8_moe_mm, get_cutlass_w4a8_moe_mm_data
 from cairn.ops.moe.expert_specialization import (
     es_fp8_blockwise_scaled_grouped_mm,
@@ -182,18 +182,6 @@ def _(draw: Draw) -> Points:
 
 
 @topk_sigmoid.bench
-def _(draw: Draw) -> Points:
-    for tokens, experts, topk in routers_of(draw):
-        weights = draw.randn(tokens, topk, dtype=torch.float32)
-        ids = draw.randint(0, experts, tokens, topk, dtype=torch.int32)
-        gating = draw.randn(tokens, experts)
-        yield Point(
-            f"{tokens}: {topk} of {experts}",
-            draw.args(weights, ids, gating, True),
-            moved(weights, ids, gating),
-        )
-
-
 @topk_softmax.bench
 def _(draw: Draw) -> Points:
     for tokens, experts, topk in routers_of(draw):
@@ -219,26 +207,7 @@ def _(draw: Draw) -> Points:
         offsets = counts.cumsum(0, dtype=torch.int32) - counts
         out = draw.randn(rows, 2 * inner)
         hit = int((counts > 0).sum())
-        given = draw.args(
-            out,
-            None,
-            None,
-            None,
-            None,
-            None,
-            x,
-            weight.transpose(1, 2),
-            own,
-            scale.transpose(1, 2),
-            None,
-            None,
-            None,
-            None,
-            None,
-            sizes,
-            offsets,
-            None,
-        )
+        given = draw.args(*grouped_mm_args(out, (x, own), (weight, scale), (sizes, offsets)))
         least = moved(x, own, out) + hit * moved(weight[0], scale[0])
         size = f"{rows} rows of {experts} x {2 * inner} x {width}"
         yield Point(size, given, least, 4.0 * rows * width * inner)

@@ -230,6 +230,25 @@ def _(make: Make) -> Cases:
     yield make.args(*outputs(5, 4), x[:, :12], shared=1, shared_gate=x[:, 12:])
 
 
+def grouped_mm_args(
+    out: Tensor,
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    problems: tuple[Tensor, Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Arguments of `fp8_blockwise_scaled_grouped_mm`, of which pointers and strides are None.
+
+    Args:
+        out: [M, N].
+        a: codes [M, K] and scales.
+        b: codes [E, N, K] and scales.
+        problems: sizes [E, 3] and offsets [E] of the groups.
+    """
+    (x, x_scale), (weight, weight_scale) = a, b
+    columns = weight.transpose(1, 2), x_scale, weight_scale.transpose(1, 2)
+    return out, *(None,) * 5, x, *columns, *(None,) * 5, *problems, None
+
+
 @fp8_blockwise_scaled_grouped_mm.cases
 def _(make: Make) -> Cases:
     for counts, width, outputs, dtype in (
@@ -243,26 +262,8 @@ def _(make: Make) -> Cases:
         sizes = make.tensor([(m, outputs, width) for m in counts], dtype=torch.int32)
         ends = make.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         out = make.empty(rows, outputs, dtype=dtype)
-        yield make.args(
-            out,
-            None,
-            None,
-            None,
-            None,
-            None,
-            x,
-            weight.transpose(1, 2),
-            own,
-            scale.transpose(1, 2),
-            None,
-            None,
-            None,
-            None,
-            None,
-            sizes,
-            ends - sizes[:, 0],
-            None,
-        )
+        problems = sizes, ends - sizes[:, 0]
+        yield make.args(*grouped_mm_args(out, (x, own), (weight, scale), problems))
 
 
 @es_fp8_blockwise_scaled_grouped_mm.cases
