@@ -97,7 +97,7 @@ def main() -> None:
     gpu.max_shared_memory = lambda device: 227 << 10
     gpu.supports_wgmma = lambda device: True
     gpu.supports_tma = lambda device: True
-    ATTENTION_TUNING.tma_least_flops = 0
+    ATTENTION_TUNING.tma_min_flops = 0
     FLASH_ATTN_TUNING.wgmma_full = 0
     launch.merge = lambda *args, **kwargs: None
     make, dtype = Make("cpu"), torch.bfloat16

@@ -13,7 +13,8 @@ from cairn.ops.registry import BenchSource
 
 
 def _gated(name: str) -> BenchSource:
-    """A gated activation, beside FlashInfer's of this name."""
+    """Benchmark points of a gated activation, with FlashInfer's function of the same name as an
+    alternative."""
 
     def points(draw: Draw) -> Points:
         for layer, rows in draw.rows():

@@ -13,7 +13,7 @@ PTX = gpu.constant(gpu.WRITES_PTX)
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to 1e-7 of it, of a number from 1 on; a very small result is 0."""
+    """1 / x for x >= 1, with a relative error of 1e-7; very small results are 0."""
     if PTX:
         asm: tl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
         return tl.inline_asm_elementwise(asm, "=f,f", [x], tl.float32, is_pure=True, pack=1)

@@ -23,7 +23,7 @@ PDL_BLOCK, PDL_WARPS = 256, 4
 
 
 def in_rows(call: Call) -> bool:
-    """The elements of a row lie side by side."""
+    """Whether the elements of each row are contiguous."""
     return bool(call.input.stride(-1) == 1)
 
 
@@ -103,7 +103,7 @@ def launch(
     gates: int,
     limit: float = 0.0,
 ) -> Tensor:
-    """`activation_kernel` over input [..., gates * d] with its elements side by side; limit: of
+    """`activation_kernel` over input [..., gates * d] with contiguous rows; limit: of
     these, 0: none."""
     width = input.shape[-1] // gates
     x = input.reshape(input.shape[:-1].numel(), gates * width)

@@ -87,7 +87,8 @@ def worthwhile(q: Tensor, k_cache: Tensor, row: Tensor) -> bool:
 
 
 def few(row: Tensor) -> bool:
-    """Whether a step [T], whose rows lie side by side, has few tokens, or few a row; T > 0."""
+    """Whether a step has few tokens, or few tokens per row. The [T] tokens of each row are
+    adjacent; T > 0."""
     tokens = row.numel()
     if tokens < FEW_TOKENS:
         return tokens > 0

@@ -40,7 +40,7 @@ def lines_of(k: Tensor, v: Tensor, keys: int, flops: float) -> tuple[Lines, Line
     """TMA tables of k and v [pages, slots, heads, d] in blocks of `keys` slots, for a launch of
     `flops` operations; NO_LINES twice if one of them is not representable, pages are not whole
     blocks, it does not pay, or the device has no TMA."""
-    if flops < TUNING.tma_least_flops or not gpu.supports_tma(k.device):
+    if flops < TUNING.tma_min_flops or not gpu.supports_tma(k.device):
         return NO_LINES, NO_LINES
     tables = []
     for tokens in (k, v):

@@ -31,7 +31,8 @@ class AttentionTuning(Tuning):
     """Pipeline stages; half of them hold keys and values in flight, the others page ids."""
     max_splits: int = 128
     tile_waves: tuple[int, int] = (264, 132)
-    """Tile programs that a large device runs at once, for heads up to 64 and for wider ones."""
+    """Tile programs that run concurrently on a large device, for heads up to 64 and for wider
+    ones."""
     tile_blocks: int = 8
     max_tile_splits: int = 16
     """Fewest blocks of keys per split of a tile, and most splits."""
@@ -48,7 +49,7 @@ class AttentionTuning(Tuning):
     """Elements of partial states per program of `merge`: few, because all are loaded at once."""
     paging_block_bytes: int = 8 << 20
     """Most bytes of a temporary tensor in loops over blocks, independent of the context length."""
-    tma_least_flops: float = 3e10
+    tma_min_flops: float = 3e10
     """Operations of a launch from which on TMA pays: creating descriptors takes the host tens of
     microseconds. 3e10 is causal attention of 4,096 tokens with 16 heads of 64."""
 

@@ -12,27 +12,26 @@ class FlashAttnTuning(Tuning):
     """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     programs: int = 264
-    """Programs that fill a large device twice; fewer are split over their keys."""
+    """Two waves of programs on a large device; with fewer programs, keys are split."""
     light_programs: int = 792
-    """The same for programs of few lines of wide heads where each has little on its way."""
+    """The same for programs with few lines of wide heads, which have few bytes in flight each."""
     narrow: int = 64
-    """Widest heads of which three programs of 64 lines share a multiprocessor."""
+    """Widest heads for which three programs of 64 lines fit on an SM."""
     max_splits: int = 128
     paired: int = 64
-    """Lines of a tile of narrow heads from which on its keys come in pairs of blocks; twice as many
-    of wider ones."""
+    """Least lines of a tile for which keys are loaded in pairs of blocks, for narrow heads; twice
+    as many for wider ones."""
     shared: int = 200 << 10
-    """Bytes of a program's memory that the tiles of a launch may take."""
+    """Most bytes of shared memory for the tiles of a program."""
     spare: int = 8 << 10
     wgmma_lines: int = 128
     wgmma_block: int = 64
     wgmma_stages: int = 2
-    """Lines of a program, slots of a block in the tables, pairs of blocks of keys and of values
-    that are held or on their way."""
+    """Lines per program, slots per TMA block, and stages (pairs of key and value blocks)."""
     wgmma_full: float = 0.75
-    """Share of a device's processors for which there are programs at least: no keys are split."""
+    """Least fraction of SMs with a program; keys are not split."""
     library_queries: int = 256
-    """Queries of a call on the CPU, each of which a mask is made for."""
+    """Queries per call of SDPA on the CPU, which limits the size of the mask."""
 
 
 TUNING = FlashAttnTuning()

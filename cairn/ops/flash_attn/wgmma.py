@@ -183,7 +183,7 @@ def store_lines(
     acc, total, best, given, logged, numbers, factor,
     WHICH: gl.constexpr, GROUP: gl.constexpr, HP: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
-    """Write what a group's lines have summed."""
+    """Store the results of a group's lines."""
     o, o_token, o_head = given
     lse, lse_token, lse_head, sinks = logged
     first, count, used, length, right, part = numbers

@@ -34,7 +34,7 @@ def fits(task: Task) -> bool:
         or task.v.shape[-1] != width
         or (task.page_table is not None and task.k.shape[1] % TUNING.wgmma_block)
         or task.capacity < 2 * TUNING.wgmma_block
-        or flops_of(task) < ATTENTION_TUNING.tma_least_flops
+        or flops_of(task) < ATTENTION_TUNING.tma_min_flops
     ):
         return False
     tokens, heads = _tile(task)

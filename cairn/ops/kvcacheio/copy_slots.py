@@ -15,7 +15,7 @@ from cairn.ops.registry import op
 WORD = 8
 TABLE = torch.uint64
 TILE = 1024
-"""Words that a program copies at once."""
+"""Words that a program copies per iteration."""
 WIDEST = 512
 
 

@@ -87,13 +87,13 @@ def _plan(
 ) -> _Plan:
     tokens, lines = task.q.shape[0], task.q.shape[0] * job.groups
     tile = max(1, TUNING.fused_tile_numbers // (job.group * job.width))
-    wanted = max(TUNING.fused_least_programs, -(-TUNING.fused_programs // lines))
-    programs = max(1, min(-(-job.pages // tile), wanted, TUNING.fused_most_programs))
+    wanted = max(TUNING.fused_min_programs, -(-TUNING.fused_programs // lines))
+    programs = max(1, min(-(-job.pages // tile), wanted, TUNING.fused_max_programs))
     most = TUNING.fused_chunk if job.pages <= TUNING.fused_long_row else 2 * TUNING.fused_chunk
     chunk = max(min(most, gpu.next_power_of_2(job.pages)), gpu.next_power_of_2(job.topk))
     while (
-        chunk < TUNING.fused_most_chunk
-        and -(-job.pages // chunk) * job.topk > TUNING.fused_most_listed
+        chunk < TUNING.fused_max_chunk
+        and -(-job.pages // chunk) * job.topk > TUNING.fused_max_listed
     ):
         chunk *= 2
     read = lines * (job.topk * job.page_size + task.window) * 2 * pages.line_bytes
@@ -280,11 +280,11 @@ def _reading_warps(plan: _Plan, pages: Pages) -> int:
     """Warps per program of the kernel that reads pages."""
     if plan.each > 1:
         return pages.warps
-    if pages.q.shape[0] > TUNING.fused_lone_tokens:
+    if pages.q.shape[0] > TUNING.fused_single_tokens:
         return pages.warps // 2
     return max(
         pages.warps,
-        min(TUNING.fused_lone_warps, pages.width * pages.keys // TUNING.fused_lone_numbers),
+        min(TUNING.fused_single_warps, pages.width * pages.keys // TUNING.fused_single_elements),
     )
 
 

@@ -66,7 +66,7 @@ class Pages:
     @property
     def ahead(self) -> int:
         """Parts of a row that its last program sums at a time."""
-        return max(1, min(TUNING.page_most_ahead, TUNING.page_merged // (self.group * self.width)))
+        return max(1, min(TUNING.page_max_ahead, TUNING.page_merged // (self.group * self.width)))
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments shared by the kernels of a call."""

@@ -172,7 +172,7 @@ def _holds(pages: int, heads: int, groups: int, topk: int) -> bool:
     blocks = gpu.next_power_of_2(-(-pages // block))
     group = gpu.next_power_of_2(-(-heads // groups))
     chosen = min(gpu.next_power_of_2(topk), blocks)
-    return max(blocks, chosen * block) * group <= TUNING.select_most_numbers
+    return max(blocks, chosen * block) * group <= TUNING.select_max_numbers
 
 
 def select(job: Selection, *, few: bool) -> tuple[Tensor, Tensor]:
@@ -209,7 +209,7 @@ def _select_few(job: Selection, indices: Tensor, scores: Tensor) -> None:
     u = job.empty(tokens, job.pages, heads)
     part_best, part_sum = (job.empty(tokens, job.blocks, heads) for _ in range(2))
     tile = max(job.block, TUNING.select_tile_numbers // (job.group * job.width))
-    wanted = max(TUNING.select_least_programs, -(-TUNING.select_programs // (tokens * job.groups)))
+    wanted = max(TUNING.select_min_programs, -(-TUNING.select_programs // (tokens * job.groups)))
     programs = max(1, min(-(-job.pages // tile), wanted))
     arguments = job.arguments() | {"u": u, "part_best": part_best, "part_sum": part_sum}
     kernels.score_kernel[(programs, job.groups, tokens)](
@@ -250,7 +250,7 @@ def _select_many(job: Selection, total: Tensor | None, indices: Tensor, scores: 
         listed_score=job.empty(tokens, job.groups, few),
         indices=indices,
         scores=scores,
-        LEVELS=max(1, (shape["BLOCKS"] // TUNING.select_least_blocks).bit_length()),
+        LEVELS=max(1, (shape["BLOCKS"] // TUNING.select_min_blocks).bit_length()),
         FEW=few,
         SCORED=alone,
         **(
@@ -299,10 +299,10 @@ def in_groups(job: Selection) -> bool:
     return (
         gpu.supports_wgmma(key.device)
         and key.dtype.itemsize == 2
-        and job.group == group <= TUNING.select_most_heads.get(dim, 0)
-        and job.pages >= TUNING.select_least_pages * group
+        and job.group == group <= TUNING.select_max_heads.get(dim, 0)
+        and job.pages >= TUNING.select_min_pages * group
         and tokens >= TUNING.select_tokens
-        and TUNING.select_least_scale <= abs(job.scale) < math.inf
+        and TUNING.select_min_scale <= abs(job.scale) < math.inf
         and all(n % 16 == 0 for n in addresses)
     )
 

@@ -18,9 +18,9 @@ def accepts(q: Tensor, lmk_q: Tensor, page_size: int, topk: int) -> bool:
     width = max(16, gpu.next_power_of_2(q.shape[2]))
     page, pages = (max(16, gpu.next_power_of_2(n)) for n in (page_size, topk))
     return (
-        page * width * q.element_size() <= TUNING.short_most_bytes
-        and pages * width * lmk_q.element_size() <= TUNING.short_most_bytes
-        and pages <= TUNING.short_most_pages
+        page * width * q.element_size() <= TUNING.short_max_bytes
+        and pages * width * lmk_q.element_size() <= TUNING.short_max_bytes
+        and pages <= TUNING.short_max_pages
     )
 
 

@@ -20,26 +20,26 @@ class LandmarkTuning(Tuning):
     fused_programs: int = 512
     """Programs that fill a large device in one wave; few tokens are scored by several programs
     each, up to this number."""
-    fused_most_programs: int = 256
+    fused_max_programs: int = 256
     """Most programs that score a token for one KV head; one program merges their results."""
-    fused_least_programs: int = 4
+    fused_min_programs: int = 4
     fused_chunk: int = 512
     fused_long_row: int = 2560
     """Candidates per chunk, from which one program selects; twice as many in rows of more than
     `fused_long_row` pages, and more if there would be too many chunks."""
     fused_short_chunk: int = 256
     """Smallest tile of candidates in a partial chunk."""
-    fused_lone_tokens: int = 1
+    fused_single_tokens: int = 1
     """With more tokens, half as many warps read a page. Chosen by engine step time; in isolation
     the op is faster with one warp at every size."""
-    fused_lone_numbers: int = 1024
-    fused_lone_warps: int = 4
-    """Elements of a page's keys per warp that reads it for a single token, and most warps; chosen
-    likewise."""
-    fused_most_listed: int = 384
-    fused_most_chunk: int = 2048
+    fused_single_elements: int = 1024
+    fused_single_warps: int = 4
+    """Elements of a page's keys per warp that reads it for a single token, and most warps; also
+    chosen by step time."""
+    fused_max_listed: int = 384
+    fused_max_chunk: int = 2048
     """Pages that all chunks of a token list for one KV head: chunks grow to list no more, up to
-    fused_most_chunk. A program holds the scores of a chunk by every head of a group."""
+    fused_max_chunk. A program holds the scores of a chunk by every head of a group."""
     fused_whole: float = 12e-6
     """Least seconds of memory reads of a step for one launch, which hide the programs' waiting for
     each other. A shorter step is faster as four launches with PDL."""
@@ -70,7 +70,7 @@ class LandmarkTuning(Tuning):
     page_unit_rows: int = 64
     """Rows of a tile (tokens times heads of a group)."""
     page_merged: int = 8192
-    page_most_ahead: int = 16
+    page_max_ahead: int = 16
     """Elements of parts that a row's last program sums at a time, and most parts: each is an
     unrolled load."""
     page_parts_bytes: int = 1 << 30
@@ -82,7 +82,7 @@ class LandmarkTuning(Tuning):
     """Up to this many tokens, every head's scores are stored."""
     select_programs: int = 528
     """Programs that fill a large device; fewer tokens are scored by more programs each."""
-    select_least_programs: int = 8
+    select_min_programs: int = 8
     """Fewest programs that score a token for one KV head."""
     select_workspace_bytes: int = 640 << 20
     """Most bytes of scores; more tokens are processed in several rounds."""
@@ -96,24 +96,24 @@ class LandmarkTuning(Tuning):
     select_stages: int = 4
     """Of the warp-group kernel: tokens per program, pages per iteration, and stages of key
     tiles."""
-    select_most_heads: dict[int, int] = field(default_factory=lambda: {64: 8, 128: 2})
+    select_max_heads: dict[int, int] = field(default_factory=lambda: {64: 8, 128: 2})
     """Most heads per group whose queries it can hold, by head dim."""
-    select_least_pages: int = 32
-    select_least_scale: float = 1e-6
+    select_min_pages: int = 32
+    select_min_scale: float = 1e-6
     """Fewest pages per head for which it is used; smallest scale by which biases may be divided."""
     select_a_warp: int = 256
     select_registers: int = 64
     select_listed: int = 4
     """Blocks of candidates that one warp selects from (two warps for more), its registers, and
     listed candidates per selected one."""
-    select_least_blocks: int = 128
+    select_min_blocks: int = 128
     """Smallest number of blocks that is searched."""
-    select_most_numbers: int = 1 << 15
+    select_max_numbers: int = 1 << 15
     """Most scores in a selecting program."""
     short_tokens: int = 64
     """Tokens per program that scores all pages."""
-    short_most_bytes: int = 1 << 15
-    short_most_pages: int = 128
+    short_max_bytes: int = 1 << 15
+    short_max_pages: int = 128
     """Most bytes of a page's keys, or of a row's summaries, in a program; and most pages."""
     cpu_tile_rows: tuple[int, int] = (512, 64)
     """Query rows (queries x G) of the page-major tiles; the smaller tiles are for the remainder."""

@@ -73,7 +73,7 @@ def _split(name: str, launch: ModuleType, **options: Any) -> None:
         **options,
     )
     def _(call: Call) -> Tensor:
-        """The kernel of the norm sums what the product is split into."""
+        """The norm's kernel sums the split-K parts of the product."""
         parts = launch.multiply_parts(call.input, call.weight)
         return skinny_gemm_panel.add_and_norm(parts, call.residual, call.norm, call.eps)
 

@@ -40,7 +40,7 @@ def accepts(input: Tensor, weight: Tensor, gated: bool = False, add: bool = Fals
     A tile of several tokens must fit into shared memory together with rows of the weight (of both
     halves if `gated`).
     """
-    if not _takes(input, weight) or not 16 <= weight.shape[1] <= TUNING.skinny_most_width:
+    if not _takes(input, weight) or not 16 <= weight.shape[1] <= TUNING.skinny_max_width:
         return False
     tokens, (outputs, width) = input.shape[0], weight.shape
     held = outputs * gpu.next_power_of_2(width) * weight.element_size()
@@ -63,7 +63,7 @@ def accepts_split(input: Tensor, weight: Tensor) -> bool:
         and input.shape[0] > TUNING.skinny_rows_tokens
         and (input.device.type != "cuda" or gpu.supports_pdl(input.device))
         and width % TUNING.skinny_span == 0
-        and 2 * TUNING.skinny_span <= width <= TUNING.skinny_most_width
+        and 2 * TUNING.skinny_span <= width <= TUNING.skinny_max_width
         and -(-outputs // TUNING.skinny_split_rows) * (width // TUNING.skinny_span)
         <= TUNING.skinny_split_programs
         and outputs <= LONGEST
@@ -96,7 +96,7 @@ def _tile_rows(outputs: int, width: int, tokens: int, gated: bool) -> int:
     if outputs >= TUNING.skinny_many_rows:
         return 32
     if gated or (width <= TUNING.skinny_span and (tokens <= 8 or outputs > 1024)):
-        return TUNING.skinny_tall_rows
+        return TUNING.skinny_transposed_rows
     return 8
 
 
@@ -145,7 +145,7 @@ def _tile(input: Tensor, weight: Tensor, out: Tensor, around: Around, rows: int,
         PARTS=min(warps, padded // 16),
         ROWS=rows,
         TOKENS=_tile_tokens(input.shape[0]),
-        TALL=rows == TUNING.skinny_tall_rows,
+        TALL=rows == TUNING.skinny_transposed_rows,
         num_warps=warps,
     )
 

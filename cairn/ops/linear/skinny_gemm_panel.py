@@ -61,7 +61,7 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
         and input.stride(1) == 1
         and weight.is_contiguous()
         and weight.shape[1] % TUNING.panel_part == 0
-        and weight.numel() * weight.element_size() <= TUNING.panel_most_bytes
+        and weight.numel() * weight.element_size() <= TUNING.panel_max_bytes
         and _bytes(input) <= gpu.max_shared_memory(input.device)
     )
 
@@ -105,10 +105,10 @@ def multiply_parts(input: Tensor, weight: Tensor) -> Tensor:
     outputs, width = weight.shape
     splits = 1
     while (
-        splits < TUNING.panel_most_splits
+        splits < TUNING.panel_max_splits
         and 2 * splits * outputs // SPLIT_ROWS <= TUNING.panel_programs
         and width % (2 * splits * TUNING.panel_part) == 0
-        and width // (2 * splits * TUNING.panel_part) >= TUNING.panel_fewest_parts
+        and width // (2 * splits * TUNING.panel_part) >= TUNING.panel_min_parts
     ):
         splits *= 2
     shape = (splits, input.shape[0], outputs)

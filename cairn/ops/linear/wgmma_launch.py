@@ -56,12 +56,12 @@ def _fits(input: Tensor, weight: Tensor) -> bool:
     size = weight.element_size()
     return (
         input.dim() == 2
-        and TUNING.wgmma_fewest <= input.shape[0] <= TUNING.wgmma_most
+        and TUNING.wgmma_min_tokens <= input.shape[0] <= TUNING.wgmma_max_tokens
         and input.dtype == weight.dtype
         and size == 2
         and gpu.supports_wgmma(input.device)
         and weight.is_contiguous()
-        and _bytes(weight) >= TUNING.wgmma_least_bytes
+        and _bytes(weight) >= TUNING.wgmma_min_bytes
         and weight.shape[1] * size % _ALIGNED == 0
         and input.stride(1) == 1
         and input.stride(0) >= input.shape[1]
@@ -87,7 +87,7 @@ def _tokens(input: Tensor) -> int:
 
 def _splits(input: Tensor, weight: Tensor) -> int:
     wanted = TUNING.wgmma_split_filled[_tokens(input)] * gpu.sm_count(input.device)
-    most = -(-weight.shape[1] // TUNING.wgmma_part) // TUNING.wgmma_fewest_parts
+    most = -(-weight.shape[1] // TUNING.wgmma_part) // TUNING.wgmma_min_parts
     return max(1, min(math.ceil(wanted / _programs(weight)), most))
 
 

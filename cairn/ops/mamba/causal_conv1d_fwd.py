@@ -106,7 +106,7 @@ def _(call: Call) -> None:
     length = x.shape[-1]
     of = launch.Sequences(count, length, starts, call.cache_indices, has_initial_state=used)
     by = launch.Convolution(call.weight, call.bias_, call.silu_activation, call.pad_slot_id)
-    # The kernel takes tokens one by one: a token's channels must lie side by side.
+    # The kernel reads whole tokens, so the channels of a token must be contiguous.
     rows = flat.t().contiguous()
     y = torch.empty_like(rows).t()
     launch.convolve(rows.t(), by, states, of, y)

@@ -98,7 +98,7 @@ class Convolution:
 
 def convolve(x: Tensor, by: Convolution, states: Tensor | None, of: Sequences, out: Tensor) -> None:
     """Convolve x [D, T] into `out` [D, T], which must not overlap x; states are not changed. Fast
-    where a token's channels lie side by side."""
+    if the channels of a token are contiguous."""
     channels, tokens = x.shape
     if not tokens or not channels:
         return

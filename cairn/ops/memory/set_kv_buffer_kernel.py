@@ -59,7 +59,7 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _rows(call: Call) -> bool:
-    """Rows side by side, of one size in bytes a number."""
+    """Whether rows are contiguous and have elements of the same size."""
     near = all(x[:1].is_contiguous() for x in (call.k_cache, call.v_cache, call.k, call.v))
     return near and call.loc.is_contiguous() and call.k.element_size() == call.v.element_size()
 

@@ -211,9 +211,9 @@ def spread(tile: Tile, tiles: int, outputs: int, device: torch.device) -> Tile:
     """The tile, with fewer columns if it has few rows and `tiles` tiles of rows with results [..,
     outputs] would leave multiprocessors without a program."""
     columns = tile.columns
-    if tile.rows <= TUNING.fewest_rows:
+    if tile.rows <= TUNING.min_rows:
         wanted = gpu.sm_count(device)
-        while columns > TUNING.fewest_columns and tiles * -(-outputs // columns) < wanted:
+        while columns > TUNING.min_columns and tiles * -(-outputs // columns) < wanted:
             columns //= 2
     return tile._replace(columns=columns)
 
@@ -231,7 +231,7 @@ def quantized(x: Tensor) -> Scaled:
 def coded(x: Tensor, tile: Tile) -> Scaled:
     """Rows [R, K] for fp8 products: quantised, or unquantised for short rows in small tiles, which
     `experts_kernel` quantises itself because that is faster than another launch."""
-    few = tile.rows <= TUNING.fewest_rows and x.shape[1] <= TUNING.quantized_inside
+    few = tile.rows <= TUNING.min_rows and x.shape[1] <= TUNING.quantized_inside
     return Scaled(x) if few else quantized(x)
 
 

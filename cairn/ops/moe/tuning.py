@@ -50,8 +50,8 @@ class MoeTuning(Tuning):
     """Counts of chunks that are summed per iteration."""
     single_pairs: int = 16
     """Up to this many pairs are not sorted; each gets a tile of its own."""
-    fewest_rows: int = 16
-    fewest_columns: int = 16
+    min_rows: int = 16
+    min_columns: int = 16
     """Tiles of at most this many rows get fewer columns, down to this many, where there are few
     programs."""
     quantized_inside: int = 512

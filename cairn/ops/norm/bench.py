@@ -21,7 +21,7 @@ from cairn.ops.registry import BenchSource
 
 
 def _rows(name: str, *others: Alternative) -> BenchSource:
-    """A norm of rows, beside FlashInfer's of this name if there is one."""
+    """Benchmark points of a norm, with FlashInfer's function of the same name as an alternative."""
 
     def points(draw: Draw) -> Points:
         for size, rows, width in draw.matrices():

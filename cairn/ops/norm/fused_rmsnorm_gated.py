@@ -1,4 +1,4 @@
-"""Root mean square normalisation of what a gated delta net gives, and its gate."""
+"""RMS norm of a gated delta net's output, times its gate."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def _(make: Make) -> Cases:
 
 
 def column_major(make: Make, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """[rows, columns] with rows side by side, a multiple of 4 of them in memory."""
+    """A column-major [rows, columns] tensor whose columns are padded to a multiple of 4 rows."""
     return make.empty(columns, -(-rows // 4) * 4, dtype=dtype).t()[:rows]
 
 

@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     """How rows are searched.
 
     Attributes:
-        room: candidates that one program takes at once.
+        room: capacity of a program that selects, in candidates.
         chunk, chunks: candidates that one program lists, and the lists of a row.
     """
 
@@ -45,7 +45,7 @@ def sizes_of(width: int, topk: int) -> Sizes:
 
 
 def warps_of(block: int) -> int:
-    """Warps of a program that handles this many elements at once."""
+    """Warps of a program for this many elements per iteration."""
     return max(1, min(32, block // 256))
 
 

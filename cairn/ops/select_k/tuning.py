@@ -13,26 +13,27 @@ class SelectKTuning(Tuning):
     """Tuning constants of this family's launches; tests replace them by `replaced`."""
 
     min_room: int = 4096
-    """Candidates that one program takes at once, at least; half as many again as are chosen, since
-    lists hold some more than that."""
+    """Least capacity, in candidates, of a program that selects from lists: more than 1.5 k, because
+    lists contain more than k candidates."""
     samples: tuple[int, int] = (1 << 10, 1 << 12)
-    """Fewest and most scores that are looked at for a bound."""
+    """Least and most scores that are sampled for a bound."""
     part: int = 16
-    """One score of so many is, between these."""
+    """Between these limits one of this many scores is sampled."""
     sure: float = 4.0
-    """Standard deviations by which a bound is lower than what the sample says."""
+    """Safety margin of the sampled bound in standard deviations."""
     chunk: int = 1 << 10
-    """Candidates that one program lists, if the lists of a row are not too many."""
+    """Candidates per program that lists, unless a row would have more than `max_lists` lists."""
     max_lists: int = 1 << 10
     max_chunk: int = 1 << 14
-    """Of a row, but for those that have more of the longest lists: a count of one has 16 bits."""
+    """Most lists per row, and most candidates per list (counts have 16 bits); the longest rows have
+    more lists."""
     line: int = 1 << 7
-    """Scores of float32 that a warp loads at once."""
+    """Float32 scores that a warp loads per instruction."""
     registers: int = 64
-    """Of a thread that lists, and of one that chooses where rows share multiprocessors: more
-    programs lie beside each other. Equal scores, which most rows do not have, would take more."""
+    """Registers per thread of programs that list, and of those that select when several share an
+    SM, so that more of them fit. Rows with many equal scores would need more."""
     mask_rows: int = gpu.MAX_GRID_YZ
-    """Rows of one launch, at most."""
+    """Most rows per launch of `mask_kernel`."""
     mask_block: int = 2048
     mask_warps: int = 4
     """Elements and warps of a program of `mask_kernel`."""

@@ -32,7 +32,7 @@ def chunk(
 @pytest.fixture
 def small(tuned: Tuned) -> None:
     """Calls of any size."""
-    tuned(TUNING, tma_least_flops=0)
+    tuned(TUNING, tma_min_flops=0)
     tuned(FLASH_ATTN_TUNING, wgmma_full=0)
 
 
@@ -65,5 +65,5 @@ def test_which_calls_are_one_chunk(
     assert not fits([0, 0, 100, 1, 100, 100])
     assert not fits([1, 100, 200], k_cache.float())
     assert not fits([1, 100, 200], k_cache[..., :32])
-    tuned(TUNING, tma_least_flops=1e12)
+    tuned(TUNING, tma_min_flops=1e12)
     assert not fits([1, 100, 200])

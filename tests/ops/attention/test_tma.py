@@ -37,7 +37,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Tables on every device and for launches of any size, described by a tuple."""
     monkeypatch.setattr(gpu, "supports_tma", lambda device: True)
     monkeypatch.setattr(gpu, "tensor_descriptor", lambda *args: args)
-    tuned(TUNING, tma_least_flops=0)
+    tuned(TUNING, tma_min_flops=0)
 
 
 def laid_out(layout: str) -> Tensor:
@@ -122,7 +122,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, device: str, tuned: Tuned) -> list[b
         taken.append(result[0].blocks is not None)
         return result
 
-    tuned(TUNING, tma_least_flops=0)
+    tuned(TUNING, tma_min_flops=0)
     # The package has the function by the module's name.
     latents = import_module("cairn.ops.attention.cutlass_mla_decode")
     for module in (attention, flash, latents):

@@ -53,7 +53,7 @@ def test_queries_of_heads_far_away(tuned: Tuned) -> None:
     if not gpu.supports_wgmma(torch.device("cuda", 0)):
         pytest.skip("needs Hopper's tensor cores and Triton 3.6")
     needs(24)
-    tuned(ATTENTION_TUNING, tma_least_flops=0)
+    tuned(ATTENTION_TUNING, tma_min_flops=0)
     tuned(TUNING, wgmma_full=0)
     heads, dim, count, apart = 32, 64, 200, (1 << 31) // (15 * 64) + 1
     q, k, v = (torch.randn(1, count, n, dim, device="cuda").half() for n in (heads, 2, 2))

@@ -97,7 +97,7 @@ def test_many_chunks_of_candidates_and_their_merge(
     """
     tuned(TUNING, fused_chunk=chunk)
     tuned(TUNING, fused_short_chunk=short)
-    tuned(TUNING, fused_most_listed=listed)
+    tuned(TUNING, fused_max_listed=listed)
     tuned(TUNING, page_split_programs=programs)
     monkeypatch.setattr(fused, "MAX_COMPARED", gpu.constant(compared))
     make = Make()

@@ -55,7 +55,7 @@ def only_groups(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     def never(*args: Any) -> None:
         raise AssertionError
 
-    tuned(TUNING, select_least_pages=0)
+    tuned(TUNING, select_min_pages=0)
     monkeypatch.setattr(select_launch, "_score_groups", never)
 
 
@@ -148,7 +148,7 @@ def test_which_selections_are_scored_in_groups(
     monkeypatch: pytest.MonkeyPatch, tuned: Tuned
 ) -> None:
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
-    tuned(TUNING, select_least_pages=0)
+    tuned(TUNING, select_min_pages=0)
 
     def taken(shape: tuple[int, int, int], dtype: torch.dtype, **changed: Any) -> bool:
         given = drawn("cpu", shape, dtype)
@@ -166,7 +166,7 @@ def test_which_selections_are_scored_in_groups(
     assert not taken((4, 2, 32), torch.bfloat16)
     few = drawn("cpu", SHAPES[0], lengths=(500,), counts=(127,))
     assert not select_launch.in_groups(_selection(select_pages.bind(*few.args, **few.kwargs)))
-    tuned(TUNING, select_least_pages=1000)
+    tuned(TUNING, select_min_pages=1000)
     assert not taken(SHAPES[0], torch.bfloat16)
 
 

@@ -28,7 +28,7 @@ SIZES = [(256, 128), (4096, 1024), (500, 1032), (70, 8), (1026, 2000)]
 @pytest.fixture
 def small(tuned: Tuned) -> None:
     """Small weights are large."""
-    names = ("wgmma_least_bytes", "wgmma_filled", "wgmma_wide_filled", "wgmma_wide_split_bytes")
+    names = ("wgmma_min_bytes", "wgmma_filled", "wgmma_wide_filled", "wgmma_wide_split_bytes")
     tuned(TUNING, **dict.fromkeys(names, 0))
 
 
