@@ -257,7 +257,7 @@ class Op(Generic[P, R]):
         if self._out is not None:
             del parameters[self._out]
         plain = signature.replace(parameters=parameters)
-        self._bind_plain = binder(self.name, plain, self._kind)
+        self._bind_plain = self.bind if self._out is None else binder(self.name, plain, self._kind)
         arguments = self._define(self.name, plain, self.mutates, self._run)
         names = [a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
         if not names:

@@ -11,8 +11,6 @@ from cairn.engine.build import build
 from tests.engine.harness import assert_same, difference, greedy, poison, run, text
 from tests.support import shows
 
-transformers = pytest.importorskip("transformers")
-
 SIZES = {
     "vocab_size": 301,
     "hidden_size": 64,
@@ -59,6 +57,7 @@ MODELS = {
 @pytest.fixture(scope="module", params=list(MODELS))
 def reference(request, tmp_path_factory):
     """A random model and its folder."""
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(3)
     name, more = MODELS[request.param]
     text = "TextConfig" if name == "Gemma3" else "Config"

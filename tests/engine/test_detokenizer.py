@@ -14,7 +14,7 @@ from cairn.engine.tokenizer import Tokenizer
 from tests.engine import vocabularies
 from tests.engine.vocabularies import damaged, texts
 
-COUNT = 5000
+COUNT = 2000
 FAMILIES = ("qwen", "llama", "gemma", "unigram", "wordpiece", "suffixed")
 BY_BYTES = FAMILIES[:5]
 FALLBACK = ("llama", "gemma")

@@ -64,7 +64,8 @@ def test_whole_against_chunked_prefill(case, chunk, device):
 @given(
     case=st.sampled_from(CASES),
     seed=st.integers(0, 2**16),
-    budgets=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    # Steps of one token are tried above, and take as long as all the rest.
+    budgets=st.lists(st.integers(7, 90), min_size=1, max_size=6),
 )
 def test_random_schedules_of_mixed_lengths_against_single(case, seed, budgets, device):
     rng = random.Random(seed)
@@ -81,13 +82,13 @@ def test_random_schedules_of_mixed_lengths_against_single(case, seed, budgets, d
 
 @pytest.mark.parametrize("case", FEW_CASES)
 def test_decode_against_prefill_over_many_pages(case, device):
-    """Decode across 8 pages, then prefill the same tokens: far more pages than top-k.
+    """Decode across 8 pages (3 of 64 slots), then prefill the tokens: far more pages than top-k.
 
     The text is one in which no page is selected by less than 2e-4 of score in any model: what a
     GPU's products of one row and of many round apart must not decide.
     """
     size = engine(case, device=device).config.page_size
-    prompt, count = text(7, 5 * size), 8 * size
+    prompt, count = text(7, 5 * size), (8 if size < 64 else 3) * size
     decoded = run(engine(case, device=device), [prompt], greedy(count))[0]
     again = prompt + decoded.tokens[:-1]
     prefilled = run(engine(case, device=device), [again], greedy(1, prompt_logprobs=True))[0]

@@ -51,7 +51,7 @@ def serve(built: Built, prompts, counts, budgets, waits, overlap) -> list[Trace]
     return [trace(one, built.spec.vocab_size) for one in live]
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(
     case=st.sampled_from(CASES),
     seed=st.integers(0, 2**16),

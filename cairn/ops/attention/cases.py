@@ -139,10 +139,10 @@ def _(make: Make) -> Cases:
             some = (q[mixed], *given[1:3], row[mixed], slot[mixed], paged.page_table)
             yield make.args(*some, window, mask_landmarks=True)
             few = (q[-3:], paged.k_cache, paged.v_cache, row[-3:], slot[-3:], paged.page_table)
-            yield make.args(*few, window, aligned=True, mask_landmarks=True)
+            yield make.args(*few, window, aligned=True, mask_landmarks=True, dtype=dtype)
             for at in (slice(5, 6), slice(62, 63)):
                 one = (q[at], paged.k_cache, paged.v_cache, row[at], slot[at], paged.page_table)
-                yield make.args(*one, window, mask_landmarks=True)
+                yield make.args(*one, window, mask_landmarks=True, dtype=dtype)
             none = (q[:0], paged.k_cache, paged.v_cache, row[:0], slot[:0], paged.page_table)
             yield make.args(*none, window)
             for form in make.kv_formats if size == 8 else ():

@@ -40,13 +40,14 @@ def test_same_attention_whatever_the_splits(
     tuned(TUNING, tile_blocks=least)
     for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
         make = Make(device)
-        paged = make.paged((130, 3, 70, 65, 200), 2, 16, 32, dtype=dtype)
+        paged = make.paged((70, 3, 33, 40, 100), 2, 16, 32, dtype=dtype)
         row, slot, _ = paged.queries((20, 3, 9, 1, 11))
         slot[-2:] = -1
         q = make.randn(len(row), 6, 32, dtype=dtype)
         mixed = make.rand(len(row)).argsort()
         caches = (paged.k_cache, paged.v_cache)
-        for order in (make.arange(len(row)), mixed):
+        # In order too where that is soon done.
+        for order in (mixed, make.arange(len(row)))[: 1 if device == "cpu" and least == 1 else 2]:
             given = (q[order], *caches, row[order], slot[order], paged.page_table)
             check(dense_attention, "triton_tiles", make.args(*given, 0.4, mask_landmarks))
 

@@ -59,7 +59,7 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 3.0) -> Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 63), (9, 500)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 63), (5, 250)])
 def test_one_scale_for_the_tensor(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     x = drawn(shape, dtype).to(device)
     for name in runnable_on(sgl_per_tensor_quant_fp8, device):

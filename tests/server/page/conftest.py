@@ -18,7 +18,8 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="module")
+# Not of the session: Playwright's event loop, which runs as long, disturbs those of other tests.
+@pytest.fixture(scope="package")
 def browser():
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
