@@ -14,7 +14,6 @@ import torch
 from cairn.engine.nodes import BEAT_SECONDS, SILENCE_SECONDS, Beat, Died, join
 from cairn.engine.ranks import RankProcess, Seat, end_processes
 from cairn.engine.transfer.wire import receive_into, send_frame
-from cairn.errors import EngineDead
 from cairn.obs.log import get_logger
 from cairn.runner.orders import FRAME
 from cairn.specs.nodes import Nodes
@@ -98,8 +97,10 @@ def _orders(
                 continue
             receive_into(connection, memoryview(body))
             for process in processes:
-                process.send(bytes(head) + body)
-    except (OSError, EngineDead):
+                # That a rank has ended is noticed, and reported, where the processes are watched.
+                with contextlib.suppress(OSError):
+                    process.send(bytes(head) + body)
+    except OSError:
         ended.set()
 
 

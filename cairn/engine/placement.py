@@ -30,9 +30,10 @@ def placed(launch: Launch) -> EngineOptions:
     ranks = options.tensor_parallel_size
     if launch.meeting is not None:
         options = _sharing(options, replicas, ranks)
-    if replicas * ranks > 1:
+    here = replicas * ranks // options.nnodes
+    if here > 1:
         cores = len(os.sched_getaffinity(0))
-        os.environ.setdefault(THREADS, str(max(1, cores // (replicas * ranks))))
+        os.environ.setdefault(THREADS, str(max(1, cores // here)))
     if replicas == 1:
         return options
     if options.disaggregation_mode in (PREFILL, BOTH) and options.disaggregation_bootstrap_port:

@@ -70,12 +70,13 @@ def test_two_nodes_give_what_one_gives() -> None:
             two.step()
         for mine, its in zip(live, run(one, prompts, greedy(4)), strict=True):
             assert mine.stream.output.token_ids == its.tokens
-        # Kill a rank of the other node: it is named, and all processes end.
+        # Kill a rank of the other node between two steps: it is named, and all processes end.
         [rank] = psutil.Process(process.pid).children()
         two.add("again", prompts[0], greedy(50))
         two.step()
         began = time.monotonic()
         rank.kill()
+        rank.wait()
         with pytest.raises(EngineDead, match=r"rank 1 \(cpu\) was killed by SIGKILL"):
             while two.has_work:
                 two.step()
