@@ -53,7 +53,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tuned() -> Iterator[Tuned]:
-    """See Tuned."""
+    """Fixture of `Tuned`."""
     with contextlib.ExitStack() as stack:
 
         def replace(table: Tuning, **constants: Any) -> None:

@@ -1,9 +1,8 @@
-"""Compiles what kernels are launched with for Hopper, on a machine that may have no GPU.
+"""Compiles kernel launches for Hopper, also on machines without a GPU.
 
-Run as a script: prints a line of JSON for every launch of the calls below: what the compiler made
-of it. The interpreter knows no Gluon, and nothing of how long a load takes: so this is what a
-machine without a GPU can see.
-"""
+As a script it prints a line of JSON with facts from the compiler for every launch of the calls
+below. The interpreter supports neither Gluon nor timing, so this is all that can be tested without
+a GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ def type_of(value: Any) -> str:
 
 
 def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **rest: Any) -> None:
-    """Takes the place of a kernel's launch."""
+    """Replaces the launch of a kernel."""
     options = {name: rest.pop(name) for name in OPTIONS if name in rest}
     values = dict(zip([p.name for p in kernel.params], args, strict=False)) | rest
     signature, constants, attributes = {}, {}, {}

@@ -1,4 +1,4 @@
-"""Kernels as they are launched on a GPU that can launch them early, where there is none."""
+"""Launch options of kernels as on a GPU with PDL, on a machine without one."""
 
 from cairn.ops import gpu
 from cairn.ops.gpu import tl

@@ -1,4 +1,4 @@
-"""Calls by plans; the interpreter stands for the device: a "compiled" kernel takes addresses."""
+"""Replays of recorded launches under the interpreter: a "compiled" kernel takes addresses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Compiled:
 
 
 def located(arg: Any, dtype: torch.dtype) -> Any:
-    """What the interpreter takes for an address, or for a table that knows its address alone."""
+    """The interpreter's form of an address, or of a descriptor with only an address."""
     if isinstance(arg, int):
         return tensor_at(arg, dtype)
     return gpu.tensor_descriptor(

@@ -1,4 +1,4 @@
-"""Sixteen numbers at once: powers of two, and halves."""
+"""AVX-512 helpers: powers of two, and conversion of bfloat16 pairs."""
 
 from __future__ import annotations
 

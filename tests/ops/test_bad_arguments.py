@@ -1,4 +1,4 @@
-"""What an op refuses: one error that names the argument, before anything runs."""
+"""Invalid arguments raise one error that names the argument, before anything runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cairn.train.sequence import sequence_attention
 SCRATCH = ("workspace",)
 """Arguments without effect."""
 ORDERED_BY_TORCH = ("fast_topk",)
-"""Takes every dtype that torch orders."""
+"""Accepts every dtype that torch can sort."""
 COPIES = ("put_integers",)
 """Goes from one device to another."""
 CHECKED = [pytest.param(op, id=op.name) for op in all_ops() if op._check is not None]
@@ -132,7 +132,7 @@ def test_values_in_place_of_numbers_are_named(op: Op[..., Any]) -> None:
         except BadArgument as error:
             said = str(error)
         else:
-            # What has no effect is not looked at, and many a thing is true or a tensor.
+            # Ignored arguments are not checked, and flags accept any value with a truth value.
             continue
         assert f"`{name}`" in said
 
@@ -143,7 +143,7 @@ def longer(x: Tensor, dim: int) -> Tensor:
 
 
 def test_every_op_looks_at_its_arguments() -> None:
-    """By a check of its own, or in the functions that are exported in its place."""
+    """Either the op has a check, or its fronts check the arguments."""
     assert not [op.name for op in all_ops() if op._check is None and not op.fronts]
 
 
@@ -380,7 +380,7 @@ OTHERS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = 
         "`src` is int 8, not a tensor",
     ),
 ]
-"""Functions over ops, which look at what ops are not given."""
+"""Fronts, which check arguments that their ops do not receive."""
 
 
 @pytest.mark.parametrize("call, args, kwargs, said", OTHERS)

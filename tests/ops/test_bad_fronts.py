@@ -1,4 +1,4 @@
-"""Fronts refuse what is not of its kind, by name; nothing else comes out of them."""
+"""Fronts raise BadArgument, with the argument's name, for arguments of wrong types."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BUFFERS = [random(32, 2, 16) for _ in range(2)]
 
 
 def transfers() -> dict[str, dict[str, Any]]:
-    """Of every transfer a call that it takes."""
+    """A valid call of every transfer."""
     alone = {name: random(32, 2, 16) for name in ("dst_k", "dst_v")}
     paged, every = {"src_layout_dim": 256, "layer_id": 1}, {"dst_layout_dim": 256, "num_layers": 2}
     tables = "src_k_layers dst_k_layers src_v_layers dst_v_layers"
@@ -111,7 +111,7 @@ def latent_calls() -> dict[str, dict[str, Any]]:
 
 
 def calls() -> dict[str, dict[str, Any]]:
-    """Of every other front a call that it takes."""
+    """A valid call of every other front."""
     probs, top = random(4, 50), {"top_k": 3, "top_p": 0.9}
     v, s = random(8, 4, 16), random(8, 4)
     states = {"v_a": v, "s_a": s, "v_b": v, "s_b": s, "v_merged": None, "s_merged": None}
@@ -243,7 +243,7 @@ def fresh(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def refusal(front: Callable[..., Any], arguments: dict[str, Any]) -> str | None:
-    """What it says; None if it takes the arguments. Other errors than BadArgument are none."""
+    """Message of the BadArgument; None if the call succeeds. Other errors are raised."""
     try:
         front(**arguments)
     except BadArgument as error:

@@ -1,4 +1,4 @@
-"""Places that there are not, in index tensors on the host: refused before anything runs."""
+"""Out-of-range values in index tensors on the host are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slots(*numbers: int) -> Tensor:
 
 
 LENGTHS, TABLE = words(3, 5), words([0, 7], [1, 2])
-"""Keys of two sequences in pages of 4; the second page of the first holds none."""
+"""Lengths of two sequences in pages of 4; the second page of the first is unused."""
 NEW = {"k": f(2, 1, 2, 16), "v": f(2, 1, 2, 16)}
 ENDS, KEY_ENDS = words(0, 1, 3), words(0, 4, 9)
 RAGGED_NEW = {"k": f(3, 2, 16), "v": f(3, 2, 16), "cu_seqlens_k_new": ENDS}
@@ -37,13 +37,13 @@ ANGLES = {"rotary_cos": f(6, 8), "rotary_sin": f(6, 8)}
 
 
 def cached(**change: Any) -> Any:
-    """`flash_attn_with_kvcache` of a query a sequence, six pages."""
+    """`flash_attn_with_kvcache` with one query per sequence and six pages."""
     given = {"cache_seqlens": LENGTHS, "page_table": TABLE, **change}
     return ops.flash_attn_with_kvcache(f(2, 1, 4, 16), f(6, 4, 2, 16), f(6, 4, 2, 16), **given)
 
 
 def whole(**change: Any) -> Any:
-    """The same with two lines of eight keys."""
+    """The same with two rows of eight keys."""
     given = {"cache_seqlens": LENGTHS, **change}
     return ops.flash_attn_with_kvcache(f(2, 1, 4, 16), f(2, 8, 2, 16), f(2, 8, 2, 16), **given)
 
@@ -187,7 +187,7 @@ def test_unused_values_may_be_out_of_range() -> None:
     transfer(slots(-1, 8, 3), slots(9, -1, 4))
     downcast(slots(-9, 4), 2, 0)
     ops.resolve_future_token_ids(slots(1, -9), slots(1)[:0])
-    # Sequences that ask nothing.
+    # Sequences without queries.
     for unused in ({}, {"seqused_q": words(0, 2)}):
         ends = ENDS if unused else words(0, 0, 3)
         caches = f(6, 4, 2, 16), f(6, 4, 2, 16)

@@ -51,7 +51,7 @@ def is_plain(arguments: Arguments) -> bool:
 
 
 def some_cases(op: Op[..., Any], device: str, count: int) -> list[Arguments]:
-    """The first cases; on a GPU those that a kernel takes."""
+    """The first cases; on a GPU those that a kernel accepts."""
     plain = [case for case in cases_of(op, device) if is_plain(case)]
     if device == "cuda":
         plain = [case for case in plain if op.choice(*case.args, **case.kwargs) != REFERENCE]
@@ -135,7 +135,7 @@ def test_kernel_is_captured(op: Op[..., Any]) -> None:
 
 
 def fronts(device: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions over ops, which also make tensors of numbers and draw."""
+    """Fronts, which also create tensors from scalars and draw random numbers."""
     probs = torch.softmax(torch.randn(4, 50, device=device), dim=-1)
     positions = torch.arange(4, device=device)
     q, k, v = (torch.randn(4, 16, device=device) for _ in range(3))
@@ -175,5 +175,5 @@ def test_functions_over_ops_compile_in_one_graph(name: str, device: str) -> None
     expected = function(*args)
     again = compiled(function, "eager" if device == "cpu" else "inductor")(*args)
     if expected is not None:
-        # Float sums of one call and the next may come in another order.
+        # The order of float sums may differ between calls.
         torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Checks of tensor arguments that ops share: shape, dtype, device and density."""
+"""Shared checks of tensor arguments: shape, dtype, device and contiguity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a CPU engine compiles, or loads, it has before it is ready."""
+"""A CPU engine has compiled or loaded all loops before it is ready."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_loop_for_other_loops_refuses_a_call_from_python():
 
 @pytest.mark.skipif(not cpu.AVAILABLE, reason="Numba is not installed")
 def test_only_what_is_compiled_is_said_to_be(monkeypatch, tmp_path, caplog):
-    """To load what is kept may take long on a busy machine."""
+    """Loading cached loops may take long on a busy machine."""
     monkeypatch.setattr(compile_loops, "WARN_SECONDS", -1.0)
     monkeypatch.setattr(cpu, "mark_of", lambda *_: tmp_path / "mark")
     for part in ("_run_rows", "_run_windows", "_run_landmarks"):

@@ -1,4 +1,4 @@
-"""Kernels that other processes compile."""
+"""Kernels compiled by other processes."""
 
 from __future__ import annotations
 

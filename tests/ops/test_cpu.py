@@ -1,4 +1,4 @@
-"""Numbers of compiled loops: formats, rounding, powers of e."""
+"""Number formats, rounding and exp in compiled loops."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_number_of_a_format_is_read_as_it_is(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("in_one", [True, False])
 def test_products_of_sixteen_lanes(dtype: torch.dtype, in_one: bool, monkeypatch) -> None:
-    """From any place on; with the CPU's own instruction for bfloat16, if it has one, or without."""
+    """From any offset, with and without the CPU's bfloat16 instruction."""
     if not in_one:
         monkeypatch.setattr(avx512, "PAIRS", False)
 
@@ -148,7 +148,7 @@ for op, given in ((ops.rmsnorm, (x, weight)), (ops.silu_and_mul, (x,))):
 
 
 def test_cached_loops_depend_on_all_files_of_loops(tmp_path, monkeypatch) -> None:
-    """Numba itself looks at the file of the function alone."""
+    """Numba checks only the file of the function itself."""
     names = ("cpu/__init__.py", "cpu/avx512.py", "norm/loops.py", "attention/tile_loops.py")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)

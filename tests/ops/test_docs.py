@@ -1,4 +1,4 @@
-"""The pages of docs/ops: current, and whole."""
+"""The pages of docs/ops are current and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one test of all ops: each implementation on each case against its definition, on poison."""
+"""Every implementation of every op against its definition on all cases, with poisoned memory."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ DEFAULT_DEVICE_CASES = 6
 FLOAT32_FAMILIES = ("sampling", "speculative", "top_k")
 """Families on probabilities and scores."""
 NOT_INTERPRETED = {"gluon"}
-"""Nothing interprets kernels in Gluon."""
+"""Triton's interpreter does not support Gluon."""
 ALWAYS_FLOAT32 = ("page_weights", "rotary_cos_sin", "select_topk")
-"""Ops on what is float32 in every model: weights of attention states, angles, index scores."""
+"""Ops whose arguments are float32 in every model: attention weights, angles, index scores."""
 OPS = [pytest.param(op, id=op.name) for op in all_ops()]
 CHOICES = [
     pytest.param(op, name, id=f"{op.name}-{name}")
@@ -159,7 +159,7 @@ def test_the_default_dtype_is_not_looked_at(op: Op[..., Any], name: str) -> None
 
 
 def written(arguments: Arguments, results: tuple[Any, ...]) -> list[Tensor]:
-    """Tensors that a call may have written and that can be compared."""
+    """Tensors that a call may write, as comparable tensors."""
     return [x for x in (*tensors_of(arguments), *results) if not x.is_mkldnn]
 
 
@@ -195,8 +195,8 @@ op."""
 
 
 def opchecks(*tensors: Tensor) -> tuple[str, ...]:
-    """The parts of opcheck that can read the arguments: its look at the schema multiplies, and
-    float8 cannot be multiplied."""
+    """The parts of opcheck that support the arguments: its schema check multiplies tensors, which
+    float8 does not support."""
     eighths = any(t.is_floating_point() and t.itemsize == 1 for t in tensors)
     return OPCHECKS if eighths else (*OPCHECKS, "test_schema")
 

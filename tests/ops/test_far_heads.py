@@ -1,4 +1,5 @@
-"""Heads more than 2^31 numbers apart: kernels reckon with them in 32 bits, and leave them alone."""
+"""Heads more than 2^31 elements apart: kernels that compute head offsets in 32 bits must refuse
+them."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ SPAN = HEADS * APART * HALF.itemsize
 
 @pytest.fixture(scope="module")
 def memory() -> Tensor:
-    """Numbers that are not there until they are written, as many in front as behind: an offset in
-    32 bits ends in other ones."""
+    """Lazily allocated memory around a tensor, so that an overflowing 32-bit offset reads other
+    elements instead of crashing."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     whole = torch.frombuffer(mmap.mmap(-1, 2 * SPAN, flags=flags), dtype=HALF)
     return whole[SPAN // HALF.itemsize :]
@@ -35,7 +36,7 @@ def numbers(*shape: int) -> Tensor:
 
 
 def far(memory: Tensor, near: Tensor, head: int) -> Tensor:
-    """The same numbers, their dim `head` as the outermost one."""
+    """The same elements with the dim `head` outermost in memory."""
     strides = list(near.stride())
     strides[head] = APART
     return memory.as_strided(near.shape, strides).copy_(near)
@@ -63,7 +64,7 @@ def queries(x: Tensor) -> tuple[Op, list[Tensor]]:
 
 
 def outcome(op: Op, args: list) -> list[Tensor]:
-    """What a call changes and gives, by the kernel if it takes the arguments."""
+    """Changed arguments and results of a call, by the kernel if it accepts the arguments."""
     result = op.using("triton" if op.accepts("triton", *args) else "reference")(*args)
     return [x for x in (*args, result) if isinstance(x, Tensor)]
 
@@ -84,7 +85,7 @@ def test_heads_of_a_cache_may_lie_anywhere(memory: Tensor) -> None:
     behind = memory[1 << 12 :]
     caches = far(memory, pools[0], 1), far(behind, pools[1], 1)
     rest = torch.tensor([5, 9]), HEADS
-    # Each pool begins at its own place.
+    # Each pool has its own offset.
     got = outcome(op, [*given, *caches, *rest])
     for mine, wanted in zip(got, outcome(op, [*given, *pools.clone(), *rest]), strict=True):
         compare(mine, wanted, (1.6e-2, 1e-2), op.name)

@@ -1,4 +1,4 @@
-"""Page pools of more than 2^31 numbers: an offset in 32 bits ends in another page, or nowhere."""
+"""Page pools of more than 2^31 elements, where 32-bit offsets would overflow."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_far(op: Op, name: str, given: Arguments) -> None:
         compare(one, other, tolerance_of(op, given, other.dtype), what)
 
 
-# One test for all ops: the pools of several at once would not fit.
+# One test for all ops, because the pools of several would not fit in memory.
 @pytest.mark.gpu
 def test_every_op_reaches_pages_beyond_2_to_the_31_numbers() -> None:
     if torch.cuda.mem_get_info()[0] < 24 << 30:

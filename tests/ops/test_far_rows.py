@@ -1,4 +1,4 @@
-"""Rows more than 2^31 numbers away from the first: on a GPU, where there is memory for them."""
+"""Rows more than 2^31 elements apart, on a GPU with enough memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions over addresses: torch.compile goes around them, and is not loaded for them."""
+"""Functions on raw addresses break the graph of torch.compile, and do not import it."""
 
 from __future__ import annotations
 

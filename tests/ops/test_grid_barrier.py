@@ -1,4 +1,4 @@
-"""Counters that launches find 0 and leave 0."""
+"""Counters are 0 before and after every launch."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ DEVICE = torch.device("cuda", 0)
 
 @triton.jit
 def tally_kernel(counters, out, wanted, APART: tl.constexpr):
-    """out [groups, wanted]: in which place each program of a group came; the last one clears."""
+    """out [groups, wanted]: order of arrival of each program in its group; the last one resets the
+    counter."""
     group = tl.program_id(1)
     place = grid_barrier.arrive(counters + group * APART)
     tl.store(out + group * wanted + tl.program_id(0), place)

@@ -1,4 +1,4 @@
-"""Ops and fronts whose calls are replayed: exactly, and they do what can be."""
+"""Replayed calls of ops and fronts equal eager calls, and do only replayable work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VIEWS = {
     "t",
 }
 HARMLESS = {"empty", "zeros", *VIEWS}
-"""Operators that only make memory and views of it."""
+"""Operators that only allocate or create views."""
 
 
 def small_case(op: Op[..., Any], name: str) -> Arguments:
@@ -55,7 +55,7 @@ def small_case(op: Op[..., Any], name: str) -> Arguments:
 
 
 class Operators(TorchDispatchMode):
-    """Notes the operators that write or make numbers."""
+    """Records the operators that write or compute."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -167,7 +167,7 @@ def test_calls_of_fronts_are_replayed_on_a_gpu() -> None:
 
 
 def on_gpu(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A call with its tensors on the GPU."""
+    """A copy of a call with its tensors on the GPU."""
     moved = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in kwargs.items()}
     return function(*(x.cuda() for x in args), **moved)
 

@@ -1,4 +1,4 @@
-"""Modules that have what those of other libraries have, by the same names."""
+"""Modules export the functions of the corresponding modules of sgl-kernel and FlashInfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are launched before the one in front of them is done wait for it."""
+"""Kernels launched with PDL wait for the previous kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels read before they wait for the kernel in front is declared, and checked."""
+"""Kernels declare the arguments that they read before `await_previous`."""
 
 from __future__ import annotations
 

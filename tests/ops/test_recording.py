@@ -1,4 +1,5 @@
-"""Launches made again: the same results from other memory; a plain call where that is not sure."""
+"""Replayed launches give the same results on other memory; calls that cannot be replayed run
+normally."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def test_pieces_of_memory_do_not_meet(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def copy_block_kernel(table, out, LINES: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """out [LINES, WIDTH] = a table's first block."""
+    """out [LINES, WIDTH] = the first block of a descriptor."""
     at = tl.arange(0, LINES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     tl.store(out + at, table.load([0, 0]))
 

@@ -1,4 +1,4 @@
-"""The registry on ops made for the purpose, and the generic comparison on wrong implementations."""
+"""The registry with toy ops, and the generic comparison with wrong implementations."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_comparison_fails_unwritten_and_changed_memory(
 
 def test_definition_that_reads_poison_fails() -> None:
     def toy_leak(input: Tensor) -> Tensor:
-        """Sums more than it was given."""
+        """Sums memory beyond its argument."""
         return input.sum() + torch.empty(3).sum()
 
     made = op(toy_leak)

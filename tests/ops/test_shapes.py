@@ -90,7 +90,7 @@ class Step:
         return self.make.randn(self.row.numel(), count, own.dim, dtype=own.dtype, scale=scale)
 
     def whole(self, low: int, high: int, *shape: int) -> Tensor:
-        """Random whole numbers: sums that rounding cannot bring into another order."""
+        """Random integers, so that rounding cannot change the order of sums."""
         return self.make.randint(low, high, *shape).to(self.shape.dtype)
 
 
@@ -135,7 +135,7 @@ def landmark_cases(step: Step) -> Iterator[Arguments]:
     shared = key[:, : step.shape.kv_heads].contiguous()
     yield Arguments((q, z, *caches, shared, None, *where), {"scale": 0.125})
     if step.row.numel() <= len(step.paged.lengths):
-        # A page that is complete now; in a long step its summary is a candidate, with rounding.
+        # The page becomes complete; in a long step its summary is a candidate, with rounding.
         stored = {"scale": 0.125, "store_summaries": True}
         yield Arguments((q, z, *caches, key, bias, *where), stored)
 

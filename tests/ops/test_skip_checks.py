@@ -14,7 +14,7 @@ from cairn.ops.registry import op
 
 @pytest.fixture
 def picky():
-    """An op that refuses everything."""
+    """An op whose check refuses all arguments."""
 
     @op
     def picky_for_the_test(input: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""NaN and infinity in every argument: implementations pass them on as definitions do."""
+"""Implementations propagate NaN and infinities in every argument as definitions do."""
 
 from __future__ import annotations
 

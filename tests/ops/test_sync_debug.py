@@ -1,4 +1,4 @@
-"""A fault of the device is said of the op that caused it, not of the next one that waits."""
+"""With CAIRN_SYNC_OPS an error on the device names the op that caused it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gelus against math.erf and math.tanh, and rows that belong to no expert."""
+"""gelu activations against math.erf and math.tanh, and rows without an expert."""
 
 from __future__ import annotations
 

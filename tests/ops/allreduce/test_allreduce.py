@@ -1,4 +1,4 @@
-"""Sums over ranks: the definition, a group of two processes, and what is refused."""
+"""All-reduce: the definition, a group of two processes, and refused arguments."""
 
 from __future__ import annotations
 

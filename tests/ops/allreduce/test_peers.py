@@ -100,7 +100,7 @@ print("right", flush=True)
 
 
 def test_processes_with_different_numbers_of_exchanges_meet() -> None:
-    """As torch's rendezvous numbers its keys: one process has made two exchanges before."""
+    """torch's rendezvous numbers its keys; one process has made two exchanges before."""
     shared = HashStore()
     first, second = (_NumberedFromZero(shared) for _ in range(2))
     # Calls go through C++, as torch's do.

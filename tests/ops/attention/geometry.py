@@ -1,4 +1,4 @@
-"""Random paged geometries for the attention and landmark ops, poisoned wherever no slot lies."""
+"""Random paged caches for attention and landmark ops, with NaN in unused slots."""
 
 import math
 from collections.abc import Sequence

@@ -154,7 +154,7 @@ def test_a_token_alone_equals_the_step(aligned, mask):
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("implementation", WINDOW)
 def test_pages_behind_the_window_may_hold_anything(implementation, step):
-    """Layers with pages of their own give them back as soon as no window touches them."""
+    """Layers with their own page pool free pages as soon as no window needs them."""
     for seed in range(50, 54):
         case, window = draw(seed, step), (9, 40)[seed % 2]
         run = window_attention.using(implementation)
@@ -223,7 +223,7 @@ def test_kernels_tell_that_a_row_is_no_number(implementation, count):
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("implementation", ["triton_splits", "triton_tiles"])
 def test_nan_values_of_one_row_do_not_reach_others(implementation):
-    """Tokens of several rows lie in one tile; a value of the first and of the last is no number."""
+    """Tokens of several rows share a tile; values of the first and the last row contain NaN."""
     paged = Make("cpu").paged((12, 20, 9), 2, 8, 16)
     row, slot, _ = paged.queries((4, 4, 4))
     q = Make("cpu").randn(12, 4, 16)

@@ -1,4 +1,4 @@
-"""cutlass_mla_decode against loops over slots in float64."""
+"""cutlass_mla_decode against float64 loops over slots."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Caches in which all pages of a head lie side by side, more than 2^31 numbers from the next one's
-but one: an offset in 32 bits ends in another page, or nowhere."""
+"""Head-major caches whose heads are more than 2^31 elements apart: 32-bit offsets would
+overflow."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_pages_of_heads_far_away(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     call, near = calls()[name], torch.randn(2, HEADS, SIZE, DIM)
     file, numbers = tmp_path / "cache", HEADS * PAGES * SIZE * DIM
-    # A file with holes: of memory there need not be as much.
+    # A sparse file: most of it takes no memory.
     with file.open("wb") as empty:
         empty.truncate(4 * numbers)
     memory = torch.from_file(str(file), shared=True, size=numbers)

@@ -1,4 +1,4 @@
-"""cutlass_mla_decode by groups of warps, on the device it is for."""
+"""The wgmma kernel of cutlass_mla_decode, on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_groups = pytest.mark.skipif(
 pytestmark = pytest.mark.gpu
 WIDTHS = (LATENT, ROPE)
 RAGGED = [1000, 0, 1, 63, 64, 65, 127, 128, 129, 200]
-"""Of one block and several, of an odd number of them, whole and not, none at all."""
+"""Lengths of zero, one and several blocks, odd numbers of blocks, and partial blocks."""
 
 
 def drawn(

@@ -1,4 +1,4 @@
-"""dense_attention of a row's chunk, by flash attention's groups of warps."""
+"""dense_attention of a prefill chunk with the wgmma kernel of flash attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ops.tables import Tuned
 def chunk(
     device: str, first: int, count: int, dim: int = 64, row: int = 1, page: int = 64
 ) -> Arguments:
-    """Tokens first .. first + count - 1 of a row, as the engine gives them."""
+    """Arguments for tokens first .. first + count - 1 of a row, as from the engine."""
     make = Make(device)
     filled = [9, 9]
     filled[row] = first + count

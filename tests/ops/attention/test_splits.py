@@ -1,4 +1,4 @@
-"""How many programs share a line's keys."""
+"""Number of splits (split-KV) of a token's keys."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ HALF, SINGLE, PACKED = torch.bfloat16, torch.float32, torch.uint8
 
 
 def task(tokens, kv_heads, width, context, q=HALF, cache=HALF, window=0):
-    """Of pages of 64 slots; nothing is held."""
+    """A task with pages of 64 slots and tensors without memory."""
     pages = torch.empty(1, kv_heads, 64, width, dtype=cache, device="meta")
     where = (torch.empty(tokens, device="meta") for _ in range(2))
     table = torch.empty(tokens, context // 64, device="meta")

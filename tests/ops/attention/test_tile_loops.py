@@ -1,4 +1,5 @@
-"""Windows by AMX: all geometries, tokens in any order and number, torch's own tiles beside them."""
+"""AMX loops of window attention: all geometries, any order and number of tokens, and mixed with
+torch's tiles."""
 
 from __future__ import annotations
 

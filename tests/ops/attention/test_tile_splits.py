@@ -1,4 +1,4 @@
-"""Tiles of tokens whose keys several programs share."""
+"""Split-KV of tiles of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of lines: where they say that tokens lie, and the kernels that take keys from them."""
+"""TMA descriptors of caches, and the kernels that read keys through them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
 
 
 def laid_out(layout: str) -> Tensor:
-    """[pages, slots, heads, WIDTH] of a layout, all numbers different."""
+    """[pages, slots, heads, WIDTH] in a layout, with distinct elements."""
     shape = LAYOUTS[layout]
     tokens = torch.arange(torch.Size(shape).numel()).view(shape).float()
     if shape[1] == HEADS:
@@ -131,7 +131,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, device: str, tuned: Tuned) -> list[b
 
 
 def dtype_on(device: str) -> torch.dtype:
-    """The interpreter's products of half precision are wrong."""
+    """The interpreter's half-precision products are inexact."""
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 

@@ -1,5 +1,5 @@
-"""Keys and values in 8 and 4 bits: what is stored, and that every op reads it as what it is
-worth."""
+"""fp8 and fp4 caches: the stored bytes, and every op that reads them against the dequantized
+cache."""
 
 import math
 
@@ -114,7 +114,7 @@ def whole(cache):
 
 
 def plain(paged: Paged) -> Paged:
-    """A quantized cache written out."""
+    """The dequantized cache."""
     return Paged(whole(paged.k_cache), whole(paged.v_cache), paged.page_table, paged.lengths)
 
 

@@ -1,4 +1,4 @@
-"""fp8_quantize and downcast_fp8 against the list of all numbers that a byte can be."""
+"""fp8_quantize and downcast_fp8 against a table of all fp8 values."""
 
 from __future__ import annotations
 

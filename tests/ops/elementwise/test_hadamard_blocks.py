@@ -1,4 +1,4 @@
-"""hadamard_transform_{12,20,28,40}n against the product with whole matrices."""
+"""hadamard_transform_{12,20,28,40}n against products with full matrices."""
 
 from __future__ import annotations
 

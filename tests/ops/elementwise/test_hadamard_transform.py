@@ -1,4 +1,4 @@
-"""hadamard_transform against the matrix that Sylvester's construction gives."""
+"""hadamard_transform against Sylvester's matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of one query at a time, in float64, by the words of the catalog of masks."""
+"""Reference attention in float64, one query at a time, with FlashAttention's documented masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches beyond 2^31 numbers: an offset in 32 bits ends in another page, or nowhere."""
+"""Caches of more than 2^31 elements, where 32-bit offsets would overflow."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_pages_and_heads_far_away(heads_first: bool) -> None:
 
 
 def test_queries_of_heads_far_away(tuned: Tuned) -> None:
-    """Groups of warps; all queries of a head lie before the next one's."""
+    """The wgmma kernel with head-major queries."""
     if not gpu.supports_wgmma(torch.device("cuda", 0)):
         pytest.skip("needs Hopper's tensor cores and Triton 3.6")
     needs(24)

@@ -1,4 +1,4 @@
-"""The kernel of flash attention under the interpreter: every mask, layout and extra of the op."""
+"""The flash attention kernel under the interpreter: all masks, layouts and options of the op."""
 
 from __future__ import annotations
 

@@ -397,7 +397,7 @@ def test_eight_bits_turn_in_float32_and_are_cut_off(
 
     angle, kind = problem.randn(60, 5), bits if angles == "as q" else torch.float32
     cos, sin = angle.cos().to(kind), angle.sin().to(kind)
-    # Of the longest numbers many are too large after rotation.
+    # Many of the largest values overflow after rotation.
     new_k = rounded(problem.randn(4, 2, 2, 16) * most)
     new_v = rounded(problem.randn(4, 2, 2, 16))
     q, k, v = (rounded(x) for x in (problem.q, problem.k, problem.v))

@@ -1,4 +1,4 @@
-"""Tiles and splits of decode calls."""
+"""Tile sizes and splits of decode calls."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ HALF, SINGLE, PACKED = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
 
 def task(batch, kv_heads, width, context, dtype=HALF, *, tokens=1, paged=False):
-    """Of groups of 4 heads; nothing is held."""
+    """A task with groups of 4 heads and tensors without memory."""
     keys = (batch, context, kv_heads, width)
     table = None
     if paged:
@@ -68,7 +68,7 @@ def test_pages_take_half_of_the_stages():
         ((64, 3, 64, 8192), 1, 1),
         ((64, 2, 128, 8192), 1, 1),
         ((64, 2, 64, 8192, PACKED), 1, 1),
-        # A number of 4 bytes fills a line of memory alone.
+        # With 4-byte elements one head fills a cache line.
         ((64, 2, 64, 8192, SINGLE), 1, 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""flash_attention by groups of warps, on the device they are for."""
+"""The wgmma kernel of flash_attention, on a Hopper GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF's blocks against the `gguf` package."""
+"""GGUF block formats against the `gguf` package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apply_token_bitmask_inplace_cuda against single bits."""
+"""apply_token_bitmask_inplace_cuda against a loop over bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers against the places that the layouts name, one token at a time."""
+"""KV transfers against the layouts' definitions, one token at a time."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_direct_pages(values: bool, device: str) -> None:
     read, write = (
         page.repeat_interleave(PAGE) * PAGE + torch.arange(PAGE).repeat(2) for page in pages
     )
-    # Some layers out of pages on the host.
+    # Some layers from pages on the host.
     near = [layer.to(device) for x in into for layer in x.lf()[1:]]
     ops.transfer_kv_per_layer_direct_pf_lf(
         [x.direct() for x in sources], near, read, write, 1, PAGE

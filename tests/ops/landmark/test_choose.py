@@ -1,4 +1,4 @@
-"""Which pages of many tokens are the best, from scores that are there."""
+"""Selection of the top pages from given scores, for many tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ UNTOUCHED = -7
 
 
 def chosen(score: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Pages and scores that the kernel selects of rows of scores [T, PAGES]."""
+    """Pages and scores that the kernel selects from scores [T, PAGES]."""
     lines = score.clone()
     for line, count in zip(lines, counts, strict=True):
         line[count:] = math.nan
     tops = torch.where(lines.isnan(), -math.inf, lines).view(-1, PAGES // BLOCK, BLOCK).amax(2)
     slot = torch.tensor(counts)
-    # Room that is nobody's, behind the lists of the last.
+    # Extra memory after the last list, which must not be written.
     listed = torch.full((len(counts) + 40, FEW), UNTOUCHED, dtype=torch.int32)
     values = torch.full(listed.shape, float(UNTOUCHED))
     indices = torch.full((len(counts) + 1, TOPK), UNTOUCHED, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Pages in frames give the bits that landmark_attention gives of the same pages."""
+"""framed_attention is bitwise equal to landmark_attention on the same pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAIN = "q lmk_q k_cache v_cache summary_key summary_bias row slot page_table wi
 
 
 def with_frames(case: Arguments, share: float) -> tuple[Arguments, Arguments]:
-    """The same attention over pages of which a share is in frames, and over pages alone."""
+    """The same attention over pages partly in frames, and over pages only."""
     named = case.clone().named(list(framed_attention.__signature__.parameters))
     heads, pages = named["frame_of"].shape
     head, page = (named["frame_of"] >= 0).nonzero(as_tuple=True)

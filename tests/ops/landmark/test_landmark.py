@@ -17,7 +17,7 @@ from tests.ops.attention.geometry import STEPS, draw, enlarge_landmarks, near, s
 
 DTYPES = (torch.float32, torch.bfloat16)
 ORDERS = [(1, 0, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)]
-"""How a cache's pages, heads, slots and numbers may lie: other than in this order."""
+"""Permutations of a cache's dims in memory (pages, heads, slots, elements)."""
 
 
 def complete_pages(case):
@@ -85,7 +85,7 @@ def test_page_attention(seed, step, dtype, implementation):
     indices = selection(case, 6, seed)
     g = torch.Generator().manual_seed(seed)
     weights = torch.rand(case.row.numel(), case.heads * case.group, 6, generator=g)
-    # What a padded place weighs must not matter.
+    # Weights of padding entries must have no effect.
     weights[(indices < 0).repeat_interleave(case.group, dim=1)] = torch.nan
     run = page_attention.using(implementation)
     caches = (case.k_cache, case.v_cache)
@@ -170,7 +170,7 @@ def test_page_attention_where_many_tokens_select_a_page(tuned):
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 @pytest.mark.parametrize("scale", [-20.0, 0.0, 20.0])
 def test_sorted_page_attention_by_any_scale(scale):
-    # Logits hundreds apart: exponents over anything but the largest are not finite.
+    # Logits differ by hundreds: exp relative to anything but the maximum overflows.
     case = draw(3, "prefill")
     indices = selection(case, 4, 1)
     weights = torch.rand(case.row.numel(), case.heads * case.group, 4)

@@ -223,7 +223,7 @@ GEOMETRIES = (
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: f"pages of {geometry[0]}")
 @pytest.mark.parametrize("variant", ["plain", "head", "stored", "far scores", "quantized"])
 def test_short_rows_agree_with_the_definition(geometry, variant):
-    """Several rows in a tile, padding, a part of a table, NaN in all that no row has written."""
+    """Several rows per tile, padding, part of a table, NaN in unwritten memory."""
     size, window, topk, kv_heads, group, dim, lengths, counts = geometry
     make, heads = Make("cpu", seed=11), kv_heads * group
     paged = make.paged(lengths, kv_heads, size, dim)
@@ -243,8 +243,8 @@ def test_short_rows_agree_with_the_definition(geometry, variant):
         packed = paged.quantized(FP4_E2M1 if dim == 32 else FP8_E4M3)
         caches = (packed.k_cache, packed.v_cache)
     if variant == "far scores":
-        # exp(-200) is 0: what counts are the differences. Whole quarters, and equal keys: no
-        # rounding of such numbers differs.
+        # exp(-200) is 0, so differences matter. Multiples of 1/4 and equal keys are rounded
+        # equally.
         z, key, bias = z.round(), key.round(), (bias * 4).round() / 4 - 200.0
         q, caches = torch.full_like(q, -8.0), (caches[0] * 0.0 + 8.0, caches[1])
     width = short_pages(size, window, topk)

@@ -1,4 +1,5 @@
-"""A decode step on the CPU: rows of all lengths together and alone, ties, what is no key."""
+"""Decode steps on the CPU: rows of different lengths, batched and alone, ties, and slots that are
+not keys."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cairn.ops.testing import Arguments, Make, check, tolerance_of
 
 SIZE, WINDOW, TOPK, HEADS, DIM = 4, 9, 3, 2, 16
 CANDIDATE = WINDOW + SIZE
-"""Slots of the shortest row with a candidate, or one more."""
+"""Slots of the shortest row with one more candidate."""
 
 
 def step(
@@ -33,7 +34,7 @@ def step(
     row, slot, _ = paged.queries((*(counts or (1,) * len(lengths)), 0))
     pages, tokens = len(paged.k_cache), row.numel()
     q = make.randn(tokens, 4 * HEADS, DIM, dtype=dtype)
-    # Whole numbers: scores that rounding cannot bring into another order.
+    # Integers, so that rounding cannot change the order of scores.
     z = make.randint(-3, 4, tokens, 4 * HEADS, DIM).to(dtype)
     key = make.randint(-2, 3, pages, h_r, DIM).to(dtype)
     bias = make.randint(0, 5, pages, 4 * HEADS).float() / 4
@@ -81,7 +82,8 @@ def test_every_slot_of_the_first_pages(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_of_all_lengths_decode_as_each_alone(seed: int, dtype: torch.dtype) -> None:
-    """At page boundaries, without candidates, with fewer than topk, with many; some sit it out."""
+    """Lengths at page boundaries, without candidates, with fewer than topk and with many; some rows
+    have no token."""
     chance = random.Random(seed)
     edges = (1, SIZE - 1, SIZE, SIZE + 1, CANDIDATE - 1, CANDIDATE, CANDIDATE + TOPK * SIZE)
     lengths = [chance.choice(edges) for _ in range(4)]
@@ -165,7 +167,7 @@ def test_pages_that_move_side_by_side_change_nothing() -> None:
     held = table[0, :40].long()
     assert (held.diff() != 1).any()
     moved = [pool[held] for pool in pools]
-    # In the same memory, as the host writes its tables: no earlier pages may be remembered.
+    # Written in place, as the host updates its tables: pages must not be cached between calls.
     table[0, :40] = torch.arange(40)
     given = Make().args(q, z, *moved, row, slot, table, window, topk, softmax1)
     after = landmark_attention(*given.args)

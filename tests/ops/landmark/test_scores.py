@@ -1,4 +1,4 @@
-"""Scores of many tokens by groups of warps, on the device that has them."""
+"""The wgmma kernel of page scores for many tokens."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_which_selections_are_scored_in_groups(
     assert all(taken(shape, torch.bfloat16) for shape in SHAPES)
     assert taken(SHAPES[0], torch.float16)
     assert not taken(SHAPES[0], torch.float32)
-    # A group that is no power of two, queries that do not fit, another width.
+    # Refused: group sizes that are not a power of two, too many queries, other widths.
     assert not taken((6, 2, 64), torch.bfloat16)
     assert not taken((16, 1, 64), torch.bfloat16)
     assert not taken((4, 1, 128), torch.bfloat16)

@@ -164,7 +164,7 @@ def test_equal_scores_keep_the_lower_page(tokens, group):
 
 
 class Grids:
-    """A kernel's stand-in that looks at what it would be launched with."""
+    """A fake kernel that records its launch arguments."""
 
     arg_names = ()
 
@@ -247,7 +247,7 @@ def test_unknown_strategy_is_refused():
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")
 def test_tokens_in_several_rounds(device, tuned):
-    """Each round has its own part of the normalisers of all tokens."""
+    """Each round uses its slice of the normalisers."""
     z, key, bias, lse, row, slot, *rest = testing.cases_of(select_pages, device)[0].args
     tuned(TUNING, select_workspace_bytes=16 * 4 * 2 * rest[0].shape[1])
     few = slice(64, 81)

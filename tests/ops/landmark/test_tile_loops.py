@@ -1,4 +1,5 @@
-"""Selected pages by AMX: all geometries, pages with few and with many tokens, none at all."""
+"""AMX loops of attention over selected pages: all geometries, pages selected by few, many or no
+tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of products share."""
+"""Fixtures of the tests of matrix products."""
 
 from __future__ import annotations
 

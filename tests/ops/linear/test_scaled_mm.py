@@ -1,4 +1,4 @@
-"""Products of 8-bit codes with scales, against float64."""
+"""8-bit scaled matrix products against float64."""
 
 from __future__ import annotations
 

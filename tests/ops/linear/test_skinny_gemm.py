@@ -1,4 +1,4 @@
-"""Products of some tokens at once: widths, rows and strides of every kind, with poison around."""
+"""Skinny GEMM kernels: all kinds of widths, rows and strides, with NaN around the operands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPLIT = ((3, 2048, 1), (8, 2048, 8), (11, 3072, 13), (16, 4096, 5))
 
 
 def poisoned(make: Make, rows: int, width: int, scale: float = 1.0, beside: int = 0) -> Tensor:
-    """[rows, width] normal numbers with NaN after them, and beside their rows."""
+    """[rows, width] normal numbers with NaN after the last row and in the row padding."""
     dtype = torch.float32 if make.device == "cpu" else torch.bfloat16
     first = min(beside, 1)
     inside = make.empty(rows + 1, width + beside, dtype=dtype)[:rows, first : first + width]
@@ -80,13 +80,13 @@ def test_sums_that_are_split(make: Make, tokens: int, width: int, outputs: int) 
     [
         *((1, 4096, 12288, True), (2, 4096, 12288, True), (3, 4096, 12288, False)),
         *((16, 1024, 8192, True), (17, 1024, 8192, False), (16, 1024, 8200, False)),
-        # Rows are padded: these are 21 MB.
+        # With padded rows these weights have 21 MB.
         *((3, 2560, 2560, False), (8, 2560, 1024, True), (9, 2560, 1024, False)),
         *((8, 2048, 2048, True), (9, 2048, 2048, False), (9, 2048, 1024, True)),
     ],
 )
 def test_tiles_take_what_they_are_faster_with(tokens, width, outputs, taken):
-    """Measured on an H100 in bfloat16, beside the library's products."""
+    """Thresholds measured on an H100 in bfloat16, against the library's products."""
     meta = {"dtype": torch.bfloat16, "device": "meta"}
     x, weight = torch.empty(tokens, width, **meta), torch.empty(outputs, width, **meta)
     assert skinny_gemm.accepts(x, weight) == taken

@@ -1,4 +1,4 @@
-"""Products of few rows on the CPU: every number of columns, and rows together as each alone."""
+"""Skinny products on the CPU: any number of columns, and batch invariance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sums that are split are added up by."""
+"""Kernels that sum split-K parts."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def test_the_norm_is_of_the_sum_before_it_is_rounded(make: Make, dtype: torch.dt
     compare(got, wanted, (1e-2, 1e-2) if dtype.itemsize == 2 else (1e-5, 1e-5), "norm")
     assert only_rows_changed(residual)
     if dtype == torch.float16 or (dtype == torch.bfloat16 and make.device != "cpu"):
-        # Of the rounded sum half the numbers would be others in their last bit. The interpreter
-        # cuts bfloat16 off.
+        # With a sum rounded before the norm, half of the elements would differ in the last bit. The
+        # interpreter truncates bfloat16.
         assert int((got != wanted).sum()) <= 10

@@ -1,4 +1,4 @@
-"""Products of some tokens with a large weight by groups of warps, on the device they are for."""
+"""The wgmma kernel of products of few tokens with a large weight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = [(256, 128), (4096, 1024), (500, 1032), (70, 8), (1026, 2000)]
 
 @pytest.fixture
 def small(tuned: Tuned) -> None:
-    """Small weights are large."""
+    """Within the block, small weights count as large ones."""
     names = ("wgmma_min_bytes", "wgmma_filled", "wgmma_wide_filled", "wgmma_wide_split_bytes")
     tuned(TUNING, **dict.fromkeys(names, 0))
 
@@ -61,7 +61,7 @@ every = pytest.mark.parametrize("op", EVERY, ids=lambda op: op.name)
 
 @every
 def test_cases_of_a_gpu_reach_it(op: Op[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generic tests run on what has a case; on the CPU, where none of these runs, nobody sees."""
+    """Generic tests use the cases; this one, on a CPU, ensures that some select the kernel."""
     monkeypatch.setattr(gpu, "supports_wgmma", lambda _device: True)
     monkeypatch.setattr(gpu, "sm_count", lambda _device: 132)
     assert op.case_source is not None

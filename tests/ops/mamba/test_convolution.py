@@ -1,4 +1,4 @@
-"""The short causal convolution against one sequence at a time, by torch's own convolution."""
+"""The causal convolution against torch's convolution, one sequence at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What an element gives does not depend on where it stands: a CPU's vectors reach all but the last
-few elements of a line, and torch's sigmoid, silu and softplus round those otherwise."""
+"""Results do not depend on an element's position. On a CPU torch rounds sigmoid, silu and softplus
+differently in the remainder of a row that fills no SIMD vector."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The delta rule over the rows of a step: at the sizes of released models on a GPU, cut into steps,
-and against the equations of other families' ops."""
+"""The delta rule over the rows of a step: model sizes on a GPU, sequences cut into steps, and the
+equations of related ops."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_chunks_on_a_gpu_give_what_tokens_give(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_chunks_give_what_tokens_give(device: str) -> None:
-    """In float32: of a whole, and of a step that begins within a chunk."""
+    """In float32, for a whole sequence and for a step that begins within a chunk."""
     length = 3 * CHUNK + 20
     chunks, tokens = (Layer(NETS[device], length, device, torch.float32) for _ in range(2))
     got = chunks.run([CHUNK // 2, length])

@@ -1,4 +1,4 @@
-"""Experts against loops over tokens in float64, and the ways there and back."""
+"""Expert products against float64 loops over tokens, with permutation and reduction of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Kernels of experts with other tuning constants: short inputs take the ways of long ones."""
+"""Expert kernels with changed tuning constants, so that short inputs run the code paths of long
+ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Grouped products in MXFP8, NVFP4 and 4-bit weights against float64, with packers of their own."""
+"""Grouped products with MXFP8, NVFP4 and 4-bit weights against float64, with independent
+packers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routers against loops over tokens, in float64; ties go to the lower index."""
+"""Routers against float64 loops over tokens; ties go to the lower index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma's norms against float64: the weight is stored less 1, or less a shift."""
+"""Gemma's norms against float64; stored weights are weight - 1, or weight minus a shift."""
 
 from __future__ import annotations
 

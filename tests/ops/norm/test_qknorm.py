@@ -1,4 +1,4 @@
-"""The norms of queries and keys in place, against a loop in float64."""
+"""In-place query and key norms against a float64 loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rmsnorm_add against float64: one rounding, behind the sum."""
+"""rmsnorm_add against float64, with one rounding after the sum."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_sum_is_rounded_once(width: int, dtype: torch.dtype, name: str) -> N
 
 @pytest.mark.parametrize("name", ["reference", *ON_CPU])
 def test_the_addend_may_overflow_the_dtype(name: str) -> None:
-    # 4, 0, 0, 0: the norm of the first number is 2.
+    # For 4, 0, 0, 0 the first normed element is 2.
     x = torch.tensor([[4.0, 0.0, 0.0, 0.0]]).half()
     weight, residual = torch.full((4,), 40000.0).half(), torch.full((1, 4), -30000.0).half()
     wanted = torch.tensor([[50000.0, -30000.0, -30000.0, -30000.0]]).half()

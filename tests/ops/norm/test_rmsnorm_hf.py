@@ -1,4 +1,4 @@
-"""rmsnorm_hf against the norm of Hugging Face's transformers, to the last bit."""
+"""rmsnorm_hf is bitwise equal to the norm of transformers."""
 
 from __future__ import annotations
 

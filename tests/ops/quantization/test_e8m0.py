@@ -1,4 +1,4 @@
-"""Scales of one byte against powers of two."""
+"""e8m0 scales against powers of two."""
 
 from __future__ import annotations
 

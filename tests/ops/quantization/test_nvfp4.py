@@ -1,4 +1,4 @@
-"""NVFP4 against a table of its codes and the address formula of its scales."""
+"""NVFP4 against a table of e2m1 values and the address formula of its scales."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
 def agree(got: Tensor, x: Tensor) -> bool:
-    """Whether each x was rounded to e2m1, or lies so near the middle that float32 may go either
-    way."""
+    """Whether each x was rounded to the nearest e2m1 value; near midpoints either neighbour is
+    accepted."""
     least = (LEVELS - x.abs()[:, None]).abs().amin(dim=1)
     return bool((((got - x).abs() - least).abs() <= x.abs() / (1 << 20)).all())
 

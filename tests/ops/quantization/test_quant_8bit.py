@@ -1,4 +1,4 @@
-"""Codes of 8 bits against tables of all codes and exact fractions."""
+"""8-bit quantization against tables of all codes and exact fractions."""
 
 from __future__ import annotations
 

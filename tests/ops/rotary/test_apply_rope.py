@@ -93,7 +93,7 @@ def test_a_negative_slot_is_not_written(name: str, slots: list[int]) -> None:
     table, positions = torch.rand(3, 4) + 0.5, torch.tensor([1, 2])
     query, key, value = (torch.ones(2, 6) for _ in range(3))
     k_memory, v_memory = torch.zeros(20, 6), torch.zeros(20, 6)
-    # Rows in front of the buffers, and behind them; of a head 4 numbers turn and 2 do not.
+    # Rows before and after the buffers; 4 elements of a head are rotated and 2 are not.
     rotary_set_kv.using(name)(
         *(positions, query, key, 6, table, value, k_memory[8:12], v_memory[8:12]),
         torch.tensor(slots),

@@ -1,4 +1,4 @@
-"""fused_qk_norm_rope against numbers of Python, one head at a time."""
+"""fused_qk_norm_rope against Python floats, one head at a time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_against_scalars(
 
 
 def test_far_positions_turn_by_the_exact_frequency() -> None:
-    # A float32 power is off by some units, which 2^20 positions make a visible angle.
+    # A float32 power is off by some ulp, which at position 2^20 is a measurable angle.
     dim, position = 128, 1 << 20
     qkv = torch.ones(1, dim)
     one = torch.ones(dim)

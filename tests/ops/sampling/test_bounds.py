@@ -1,4 +1,4 @@
-"""The bounds between which a row's weights are listed."""
+"""Bounds of the weights that are listed."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def guess_kernel(
 
 @triton.jit(do_not_specialize=["low"])
 def bound_kernel(values, temp, low, out, SOFTMAX: tl.constexpr, N: tl.constexpr):
-    """out [N] int32: whether each of values [N] is listed for its weight, and whether it must be;
-    the largest is 5."""
+    """out [N] int32: whether each of values [N] is listed, and whether it must be; the largest
+    value is 5."""
     value = tl.load(values + tl.arange(0, N))
     weight = weight_of(value, 5.0, temp, SOFTMAX)
     listed = height_of(value, 5.0, SOFTMAX) >= bound_of(low, temp, SOFTMAX)

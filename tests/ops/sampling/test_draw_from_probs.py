@@ -1,4 +1,4 @@
-"""draw_from_probs against a scalar loop and against the law it draws from."""
+"""draw_from_probs against a scalar loop and against its distribution."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def oracle(row: list[float], uniform: float) -> int:
 
 
 def test_against_scalars(device: str) -> None:
-    # Multiples of 1 / 64: sums in any order are exact, so boundaries are decided the same way.
+    # Multiples of 1 / 64: sums are exact in any order, so boundaries are equal.
     torch.manual_seed(0)
     probs = torch.randint(0, 5, (400, 13)).float() / 64
     probs[:, 0] += 1 / 64

@@ -1,4 +1,4 @@
-"""draw_tokens against a scalar loop, against the law it draws from, and a row against its batch."""
+"""draw_tokens against a scalar loop and against its distribution; batch invariance."""
 
 from __future__ import annotations
 
@@ -188,7 +188,8 @@ def test_a_row_alone_draws_as_in_its_batch(device: str) -> None:
 
 
 def test_equal_logits_at_the_edges(device: str) -> None:
-    # Four equal largest of seven; all weights are 1 or exp(-100), which no float32 sum sees.
+    # Four of seven are equal and largest; the others have weight exp(-100), which is lost in
+    # float32 sums.
     row = torch.tensor([0.0, 100.0, 0.0, 100.0, 100.0, 100.0, 0.0])
     cases: list[tuple[tuple[float, int, float, float], set[int]]] = [
         ((1.0, 1, 1.0, 0.0), {1, 3, 4, 5}),

@@ -123,7 +123,7 @@ def test_large_vocabulary(sharpness: float, device: str) -> None:
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_long_lists_when_interpreted() -> None:
-    # Flat: hundreds of candidates in each of three chunks, half of them equal to another.
+    # Flat rows: hundreds of candidates in each of three chunks, half of them with ties.
     torch.manual_seed(8)
     half = torch.randn(2, 700)
     probs = torch.softmax(torch.cat([half, half], dim=1), dim=-1)
@@ -134,7 +134,8 @@ def test_long_lists_when_interpreted() -> None:
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_lists_of_lines_when_interpreted() -> None:
-    # Few of the 48 lines hold the top k, or all do: one row has its largest in one line.
+    # The top k are in few of the 48 lines, or in all; one row has all its largest values in one
+    # line.
     torch.manual_seed(9)
     probs = torch.softmax(4 * torch.randn(4, 3000), dim=-1)
     probs[1, 16:32] = torch.linspace(0.5, 0.6, 16)
@@ -157,7 +158,8 @@ def test_shares_of_peaked_and_of_flat_rows_when_interpreted() -> None:
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_neighbouring_floats_when_interpreted() -> None:
-    # 100 of one float, 150 of the next one: the search ends between them, and inside the first.
+    # 100 copies of one float and 150 of the next: the search ends between them, and within the
+    # first.
     low = torch.full((1, 251), 2.0**-9)
     high = torch.nextafter(low, torch.ones(1))
     probs = torch.where(torch.arange(251) % 5 < 2, low, high)

@@ -1,4 +1,4 @@
-"""Filters of many long rows, on the device that their kernels are for."""
+"""Filters of many long rows, on a GPU."""
 
 from __future__ import annotations
 

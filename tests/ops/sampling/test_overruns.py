@@ -1,4 +1,5 @@
-"""Nothing behind the last row is read: values there are not used, so no result tells."""
+"""Kernels do not read beyond the last row; results would not show it, because such values are
+masked."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_nothing_is_read_behind_the_rows(
     torch.manual_seed(1)
     memory = torch.empty(ROWS * WIDTH + BEHIND)
     rows = memory[: ROWS * WIDTH].view(ROWS, WIDTH)
-    # What is drawn lies in the last chunk, mostly.
+    # Most draws fall into the last chunk.
     rows.copy_((torch.randn(ROWS, WIDTH) + torch.arange(WIDTH) * 0.01).softmax(-1))
     end = memory.data_ptr() + 4 * ROWS * WIDTH
     builder: Any = import_module("triton.runtime.interpreter").interpreter_builder

@@ -1,4 +1,4 @@
-"""The samplers against laws computed in Python: what is kept, how often, and by which generator."""
+"""Samplers against distributions computed in Python: kept tokens, frequencies and generators."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ def test_every_kept_token_and_no_other_when_interpreted(joint: bool) -> None:
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("op", [draw_from_probs, draw_from_logits], ids=lambda op: op.name)
 def test_orders_of_the_filters_when_interpreted(op: Any, joint: bool) -> None:
-    # Of the top 3, 0.9 in sum, a share of 0.52 is one token, of all two; 0.87 is two and three.
+    # The top 3 sum to 0.9. top_p = 0.52 keeps one token of these and two of all; 0.87 keeps two and
+    # three.
     row = torch.tensor([0.5, 0.1, 0.3, 0.1 - 1e-4, 1e-4])
     settings = [(3, 0.52), (3, 0.87)]
     uniform = torch.tensor([0.5, 0.9, 0.999]).repeat(2)
@@ -205,7 +206,7 @@ def test_probabilities_and_logits_draw_alike(device: str) -> None:
 def test_one_token_kept_is_the_largest(width: int, device: str) -> None:
     torch.manual_seed(width)
     rows = torch.rand(3, width, device=device)
-    # By more than is lost in a logarithm.
+    # By more than the rounding of a logarithm.
     rows.scatter_(1, torch.randint(width, (3, 1), device=device), 2.0)
     rows /= rows.sum(-1, keepdim=True)
     largest = rows.argmax(-1).tolist()
@@ -286,7 +287,8 @@ def test_probabilities_in_half_precision(dtype: torch.dtype, device: str) -> Non
 
 @pytest.mark.parametrize("name", ["top_p", "min_p", "top_k_top_p", "joint", "logits"])
 def test_thresholds_of_outputs_or_of_rows(name: str, device: str) -> None:
-    """With other numbers of outputs than of rows their length says whose they are."""
+    """If the numbers of outputs and rows differ, the length of the parameters tells whether they
+    are per output or per row."""
     rows = torch.cat([a_row(seed, 300) for seed in range(3)]).to(device)
     which = torch.tensor([2, 0, 2, 1, 0, 2, 2], dtype=torch.int32, device=device)
     p = torch.linspace(0.05, 0.95, 7, device=device)
@@ -323,7 +325,7 @@ def test_indices_of_no_row_are_refused_on_the_cpu(name: str, indices: list[int])
     with pytest.raises(BadArgument, match=wrong):
         sampler(rows, *filters, indices=given, **options)
     if filters:
-        # Thresholds of the outputs: rows are taken before anything is drawn.
+        # Parameters per output: rows are gathered before sampling.
         each = (torch.full((len(indices),), filters[0]), *filters[1:])
         with pytest.raises(BadArgument, match=wrong):
             sampler(rows, *each, indices=given, **options)

@@ -1,4 +1,4 @@
-"""score_tokens against float64, and where rows hold what is no number."""
+"""score_tokens against float64, and rows with NaN or infinities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws from a share of the sum: of rows in which few lines have it, or many, or nearly all do."""
+"""Top-p sampling from rows whose mass lies in few, many or nearly all lines."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ ALIKE = {
     "what is not small, few",
     "a share of few that is not small",
 }
-"""Cases that take the ways of others."""
+"""Cases with the same code path as others."""
 
 
 def kept_of(rows: Tensor, share: float, least: float) -> Tensor:
-    """What the filters keep of softmax, float64, largest first: of equal ones the first ones."""
+    """Filtered softmax in float64, largest first; ties keep the first tokens."""
     probs = rows.double().softmax(-1)
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     mass = ordered.cumsum(-1)
@@ -99,7 +99,7 @@ def test_tokens_are_those_of_what_is_kept(
     kept = kept_of(rows, share, least)
     running = kept.cumsum(-1)
     total = running[:, -1]
-    # The last number is that of the last token that is kept.
+    # The last uniform number draws the last kept token.
     uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
     tokens = drawn(rows, share, least, uniform, device)
     beyond, own = (x.gather(-1, tokens[:, None])[:, 0] for x in (running, kept))

@@ -10,7 +10,7 @@ from cairn.ops.registry import Op
 
 
 def interpreted(name: str, device: str) -> bool:
-    """Whether the interpreter runs an implementation: it takes its time."""
+    """Whether an implementation runs under the (slow) interpreter."""
     return name == "triton" and device == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""The search for the largest of a chunk of scores."""
+"""Selection of the k largest scores of a chunk."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_of_equal_ones_the_first_are_taken(size):
 
 @pytest.mark.parametrize("implementation", ["triton_few", "triton_many"])
 def test_a_token_without_scores_leaves_the_others_theirs(implementation):
-    """More would be selected than there is place for, and written over what lies behind."""
+    """Otherwise more than k would be selected and written beyond the row's outputs."""
     g = torch.Generator().manual_seed(0)
     z, key = (torch.randn(n, 1, 16, generator=g) for n in (3, 40))
     row = torch.tensor([0, 1, 0])

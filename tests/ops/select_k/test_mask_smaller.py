@@ -1,4 +1,4 @@
-"""Long rows, of which candidates are listed before the k-th largest is searched for."""
+"""Long rows, whose candidates are listed before the search for the k-th largest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion against one row block after the other, and against what its tables must cover."""
+"""The conversion against a loop over row blocks, and the keys that its tables must cover."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_nothing_seen_and_poison_outside(chosen: str) -> None:
     assert torch.equal(out, torch.zeros_like(q)) and bool((lse == math.inf).all())
     out = sparse_attn_func(*given[:5], count + 2, columns)
     assert bool(out.isfinite().all()) and bool((out != 0).all())
-    # A count beyond the list's places ends with it; keys beyond the sequence are none.
+    # Counts beyond the list's length are clamped; keys beyond the sequence are ignored.
     ends = (q, k[:, :6], v[:, :6], count, blocks, count + 9, columns)
     torch.testing.assert_close(sparse_attn_func(*ends), out, rtol=1e-4, atol=1e-5)
 

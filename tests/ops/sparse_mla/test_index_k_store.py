@@ -1,4 +1,4 @@
-"""Index keys into pages and back, against the layouts' descriptions token by token."""
+"""Stores of index keys against the layouts' definitions, token by token."""
 
 from __future__ import annotations
 

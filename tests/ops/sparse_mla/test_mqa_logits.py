@@ -39,7 +39,7 @@ def step(heads: int, device: str, counts: tuple[int, ...]) -> tuple[Paged, Tenso
 
 
 def visible(logits: Tensor, context: Tensor) -> Tensor:
-    """Scores of keys that tokens see; others, which nobody writes, as 0."""
+    """Scores of visible keys; unwritten ones are set to 0."""
     column = torch.arange(logits.shape[1], device=logits.device)
     return logits.where(column < context.unsqueeze(1), 0.0)
 

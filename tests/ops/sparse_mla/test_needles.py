@@ -1,4 +1,4 @@
-"""A key far behind what a query selects: in every format of keys and of records it is found."""
+"""Retrieval of a distant key, in all formats of index keys and records."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_attention_over_records_of_values(heads: int) -> None:
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_entries_beyond_the_length_change_no_bit(quantized: bool) -> None:
-    """Bit by bit the same whether the list ends there or goes on, with cells of NaN."""
+    """Bitwise equal whether the list ends at the length or continues with cells of NaN."""
     cache = drawn(40, SIZE, LATENT + ROPE, seed=6, dtype=BF16)
     cache[30:] = math.nan
     if quantized:
@@ -209,7 +209,7 @@ def test_a_graph_reads_lengths_when_it_is_replayed() -> None:
 
 
 def test_far_cells_and_wide_lines() -> None:
-    """Records and scores behind 2^31 bytes."""
+    """Records and scores at offsets beyond 2^31 bytes."""
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GB of free device memory")
     pages = (1 << 31) // (SIZE * (LATENT + ROPE) * 2) + 50

@@ -1,4 +1,4 @@
-"""One kernel, whatever says which records a token reads: six ways to say the same."""
+"""Six ways to specify the records that a token reads give bitwise equal results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Case:
         self.behind = PAGES * SIZE - 1
 
     def guard(self, most: int) -> None:
-        """Lists end at `most`; what does not count in them is -1."""
+        """Lists of length `most`, padded with -1."""
         self.behind, self.ends = -1, torch.full_like(self.length, most)
 
     def read(
@@ -92,7 +92,7 @@ def test_every_source_gives_the_same(source: str, heads: int, device: str) -> No
 @pytest.mark.skipif(not (gpu.AVAILABLE or gpu.INTERPRETED), reason="needs Triton")
 @pytest.mark.parametrize("source", ["gathered", "indexed", "global slots"])
 def test_a_loop_that_ends_at_the_length_changes_no_bit(source: str, device: str) -> None:
-    """As a loop over all that a list has room for, in which no cell stands behind the length."""
+    """Equal to a loop over the whole list in which cells beyond the length are invalid."""
     case = Case(6, device)
     # As many splits, however long the loop is.
     with TUNING.replaced(programs=1, few_programs=1):

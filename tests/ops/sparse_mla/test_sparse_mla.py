@@ -55,7 +55,7 @@ def attention(
 
 
 def counted(cells: Tensor, length: Tensor) -> list[list[int]]:
-    """Cells that count."""
+    """Valid cells."""
     return [
         [c for c in own[: max(0, n)] if 0 <= c < PAGES * SIZE]
         for own, n in zip(cells.tolist(), length.tolist(), strict=True)

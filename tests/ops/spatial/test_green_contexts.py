@@ -1,4 +1,4 @@
-"""Streams with multiprocessors of their own."""
+"""Streams with separate sets of SMs."""
 
 from __future__ import annotations
 

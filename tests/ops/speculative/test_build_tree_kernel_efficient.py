@@ -1,4 +1,4 @@
-"""build_tree_kernel_efficient against a draft model's search, its parents walked one by one."""
+"""build_tree_kernel_efficient against a simulated draft search."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def build(
     flags: torch.dtype = torch.bool,
     listed: torch.dtype = torch.int64,
 ):
-    """What the op writes: mask (of flags, but for packed ones), positions, index, next_token,
-    next_sibling; listed: dtype of the parents."""
+    """Outputs of the op: mask (flags, unless packed), positions, index, next_token, next_sibling;
+    listed: dtype of the parents."""
     batch, nodes = len(searches), len(searches[0].parent)
     full = sum(length + nodes for length in lengths) * nodes
     if mode == 2:

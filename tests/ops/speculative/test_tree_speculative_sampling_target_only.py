@@ -1,4 +1,5 @@
-"""tree_speculative_sampling_target_only: its path step by step, and the law of what it emits."""
+"""tree_speculative_sampling_target_only: its path against a scalar loop, and the distribution of
+its tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def emitted(forest: Forest, tokens: Tensor, coins: Tensor, final: Tensor, law: T
 
 
 def walk(tree, tokens, coins, final, law, draft, longest, single, acc):
-    """One request in exact-enough Python floats: path, tokens emitted, the draft it leaves."""
+    """One request in Python floats: path, emitted tokens, and the remaining draft probabilities."""
     node, path, said, draft = 0, [0], [], draft.clone()
     while len(path) < longest:
         mass, taken = 0.0, None
@@ -182,7 +183,7 @@ def test_wrong_arguments_are_named() -> None:
         wrong[1, 2] = number
         with pytest.raises(BadArgument, match=f"`{name}` holds {number}, not "):
             tree_speculative_sampling_target_only(**{**good, name: wrong})
-    # Nobody looks at the token of node 0, nor at nodes that no link leads to.
+    # The token of node 0 and unreachable nodes are ignored.
     good["candidates"][:, 0] = -1
     tree_speculative_sampling_target_only(**good)
     for name in ("retrive_next_token", "retrive_next_sibling", "retrive_index", "candidates"):

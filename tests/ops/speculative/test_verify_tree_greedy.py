@@ -1,4 +1,4 @@
-"""verify_tree_greedy against the longest path of a tree of words, and the peer's own example."""
+"""verify_tree_greedy against the longest matching path of a tree, and sgl-kernel's example."""
 
 from __future__ import annotations
 

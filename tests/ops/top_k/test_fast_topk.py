@@ -1,4 +1,4 @@
-"""The selections against sorting one row after the other."""
+"""Top-k selections against sorting row by row."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ops.tables import Tuned
 
 
 def chosen(score: list[float], topk: int) -> list[int]:
-    """Positions of the best: larger first, then lower position; ascending."""
+    """Ascending positions of the k largest scores; ties go to the lower position."""
 
     def key(position: int) -> tuple[float, int]:
         value = score[position]
@@ -77,7 +77,7 @@ def test_against_sorting(kind: str, whole: bool, topk: int, device: str) -> None
 
 def test_long_rows_pass_several_levels(device: str) -> None:
     g = torch.Generator().manual_seed(0)
-    # Below all that unwritten memory may hold.
+    # Smaller than any poison in uninitialised memory.
     score = torch.randint(0, 200, (2, 41000), generator=g).float() * 1e30 - 1e36
     lengths = torch.tensor([41000, 20000], dtype=torch.int32)
     wanted = expected(score, lengths, 3000, None)
@@ -88,7 +88,7 @@ def test_long_rows_pass_several_levels(device: str) -> None:
 
 KINDS = ["random", "ties", "constant", "few", "run", "ascending"]
 WRONG = {"too high": -2.0, "too low": 100.0}
-"""Bounds that a sample can give: they matter for random rows as for others, which are slow."""
+"""Bounds that a sample may give; random rows test them too and are fast."""
 
 
 @pytest.mark.parametrize(

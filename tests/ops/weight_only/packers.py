@@ -1,4 +1,4 @@
-"""Packers of quantised weights in numpy, value by value, that share nothing with the library."""
+"""Packers of quantised weights in numpy, independent of the library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def along_rows(codes: np.ndarray, bits: int) -> Tensor:
 
 
 def along_columns(codes: np.ndarray, bits: int) -> Tensor:
-    """GPTQ's zero points [G, N]."""
+    """GPTQ zero points [G, N]."""
     return along_rows(codes.T, bits).T.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The engine's layout of 4 and 8 bits, against codes and float64."""
+"""The engine's 4-bit and 8-bit layouts against codes and float64."""
 
 from __future__ import annotations
 

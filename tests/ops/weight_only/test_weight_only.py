@@ -1,4 +1,4 @@
-"""Products with packed weights against float64 products with the values that were packed."""
+"""Products with packed weights against float64 products with the unpacked values."""
 
 from __future__ import annotations
 
