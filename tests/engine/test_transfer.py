@@ -341,7 +341,10 @@ def test_records_are_read_by_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(trace(done, alone.spec.vocab_size), run(alone, [prompt], greedy(4))[0])
         assert done.request.cached
         settled(taker)
-    assert len(read) == 2 and all(read)
+    # What is known already is not read.
+    serve(second, prompt, greedy(4), prefilled(first, prompt))
+    assert len(read) == 2 and all(read) and not second.core.transfers.failures
+    settled(second)
     settled(first)
 
 
@@ -373,6 +376,11 @@ def test_records_in_gpu_memory_are_read_in_place(
     prompt = prompt_of(alone)
     (done,) = serve(second, prompt, greedy(4), prefilled(first, prompt))
     assert_same(trace(done, alone.spec.vocab_size), run(alone, [prompt], greedy(4))[0])
+    # What is known already is not read.
+    agent = second.core.transfers._receiver._agent
+    with monkeypatch.context() as patch:
+        patch.setattr(agent, "read", lambda *given: pytest.fail("it reads nothing"))
+        serve(second, prompt, greedy(4), prefilled(first, prompt))
     assert done.request.cached and not second.core.transfers.failures
     for slot in (some[2], some[3]):
         host.slots[PAGE].give_back(slot)

@@ -165,6 +165,8 @@ class Receiver:
         if not there.all():
             result.failure, result.said = "missing", "it has not all records"
             wanted = list(itertools.compress(wanted, there))
+        if not wanted:  # agents need something to read
+            return wanted
         try:
             self._agent.read(answer.agent, kinds[there], slots[there], addresses[there])
         except ReadFailed as error:
