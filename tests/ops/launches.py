@@ -5,11 +5,11 @@ from cairn.ops.gpu import tl
 
 
 class Launched:
-    """A kernel's stand-in: it is not run, what it would be launched with is written down.
+    """A fake kernel that is not run; it records its launches.
 
     Attributes:
-        pdl: of every launch, whether it may begin before the kernel in front is done.
-        given: of every launch, what the kernel was given by name.
+        pdl: of each launch, whether it uses PDL.
+        given: of each launch, the keyword arguments.
     """
 
     def __init__(self, kernel):

@@ -58,7 +58,7 @@ def tensor_at(address: int, dtype: torch.dtype) -> Tensor:
 
 
 class Calls:
-    """Calls of a function by plans of its own."""
+    """Calls of a function with its own plans."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.plans, self.plain = function, Plans(), 0

@@ -20,7 +20,7 @@ from cairn.ops.testing import Arguments, cases_of
 from cairn.train.sequence import sequence_attention
 
 SCRATCH = ("workspace",)
-"""Arguments without effect."""
+"""Arguments that are ignored."""
 ORDERED_BY_TORCH = ("fast_topk",)
 """Accepts every dtype that torch can sort."""
 COPIES = ("put_integers",)
@@ -68,13 +68,13 @@ FREE = {
     "window_attention": "page_table:0 page_table:1",
     "write_kv": "",
 }
-"""The engine's ops, and the sizes of their arguments that nothing else tells."""
+"""Dims of arguments of the engine's ops that no other argument determines."""
 SIZED = [param for param in CHECKED if param.id in FREE]
 
 
 @lru_cache(maxsize=8)
 def cases_with(op: Op[..., Any]) -> dict[str, dict[str, Any]]:
-    """For each tensor argument of an op the first case that has it, by argument names."""
+    """Name of each tensor argument of an op -> the first case with it."""
     found: dict[str, dict[str, Any]] = {}
     for case in cases_of(op):
         named = case.clone().named(list(op.__signature__.parameters))

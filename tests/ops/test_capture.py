@@ -32,7 +32,7 @@ from cairn.ops.registry import Op, all_ops
 from cairn.ops.testing import Arguments, cases_of, compare, tolerance_of
 
 CAPTURED_CASES = 3
-"""Kernels are compiled, and graphs captured, for each."""
+"""Most cases per op, because each compiles kernels and captures a graph."""
 
 
 def has_kernel(op: Op[..., Any]) -> bool:
@@ -59,7 +59,7 @@ def some_cases(op: Op[..., Any], device: str, count: int) -> list[Arguments]:
 
 
 def assert_same(op: Op[..., Any], arguments: Arguments, call: Callable[..., Any]) -> None:
-    """call does to a copy of the arguments, and returns, what the op does."""
+    """`call` has the same results and mutations as the op, on a copy of the arguments."""
     own, other = arguments.clone(), arguments.clone()
     expected = op(*own.args, **own.kwargs)
     assert_result(op, arguments, (own, expected), (other, call(*other.args, **other.kwargs)))

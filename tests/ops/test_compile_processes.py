@@ -16,7 +16,7 @@ from cairn.ops.compile_processes import NUMBER, Compilers, Kernel, serve
 
 
 class Task:
-    """Something to compile: it leaves a file, or fails."""
+    """A fake kernel whose compilation creates a file or fails."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -39,7 +39,7 @@ def smallest_of(arguments: Arguments) -> int:
 INTERPRETED_CASES = 2
 """The interpreter takes seconds for what a device does in microseconds: it sees small cases."""
 OPCHECKED_CASES = 2
-"""It traces a case several times."""
+"""Most cases per op, because opcheck traces each several times."""
 FEW_CASES = 3
 DEFAULT_DEVICE_CASES = 6
 FLOAT32_FAMILIES = ("sampling", "speculative", "top_k")
@@ -240,7 +240,7 @@ def test_registered_form_and_out_give_the_same(op: Op[..., Any]) -> None:
         if op.registered_out is not None:
             wanted, out = expected[0], poison_like(expected[0])
             if arguments.kwargs.get("out") is not None:
-                # What an op leaves as it was in `out` is part of its result.
+                # Elements of `out` that an op does not write are part of its result.
                 first, second = arguments.clone(), arguments.clone()
                 wanted, out = op(*first.args, **first.kwargs), second.kwargs["out"]
             assert op(*into.args, **into.kwargs, out=out) is out

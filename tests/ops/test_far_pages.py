@@ -32,7 +32,7 @@ def moved(op: Op, given: Arguments) -> Arguments:
 
 
 def call(op: Op, name: str, given: Arguments) -> tuple[list[Tensor], list[Tensor]]:
-    """What a call returns, and the pools that it may have changed."""
+    """Results of a call, and the pools that it may change."""
     returned = op.using(name)(*given.args, **given.kwargs)
     named = given.named(list(op.__signature__.parameters))
     pools = [named[parameter] for parameter in op.mutates if named[parameter] is not None]

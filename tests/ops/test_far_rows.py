@@ -17,7 +17,7 @@ HALF = torch.bfloat16
 
 @pytest.fixture(scope="module")
 def far() -> Iterator[Tensor]:
-    """[ROWS, WIDTH] of which the last rows are not zero."""
+    """[ROWS, WIDTH], zero except in the last rows."""
     if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < 30 << 30:
         pytest.skip("needs 30 GiB on a GPU")
     x = torch.zeros(ROWS, WIDTH, dtype=HALF, device="cuda")

@@ -23,7 +23,7 @@ def tally_kernel(counters, out, wanted, APART: tl.constexpr):
 
 @triton.jit
 def chain_kernel(counters, out):
-    """Each program adds one to what the one in front of it stored."""
+    """Each program adds one to the value stored by the previous program."""
     program = tl.program_id(0)
     grid_barrier.await_arrivals(counters, program)
     before = tl.load(out + program, cache_modifier=".cg")

@@ -41,6 +41,6 @@ def test_launches_compile_and_keep_products_in_flight() -> None:
     assert {one["kernel"] for one in found} == GROUPS
     for one in found:
         assert one["shared"] <= MAX_SHARED, one
-        # The compiler gives up overlapping products where something else reads their sums.
+        # The compiler serializes wgmma if other instructions read the accumulators.
         assert not one["serialized"], one
         assert one["spilt"] <= SPILT.get(one["kernel"], 0), one

@@ -26,7 +26,7 @@ CHOICES = [
     if implementation.replayed
 ]
 INTERPRETED = [choice for choice in CHOICES if not choice.values[1].startswith("gluon")]
-"""Gluon is not interpreted."""
+"""The interpreter does not support Gluon."""
 VIEWS = {
     "view",
     "slice",
@@ -44,7 +44,7 @@ HARMLESS = {"empty", "zeros", *VIEWS}
 
 
 def small_case(op: Op[..., Any], name: str) -> Arguments:
-    """The first that an implementation accepts with the fewest tokens: the interpreter is slow."""
+    """The accepted case with the fewest tokens, because the interpreter is slow."""
     halves = (torch.bfloat16, torch.float16)
     found: list[Arguments] = []
     for case in cases_of(op):
@@ -102,7 +102,7 @@ def test_replayed_implementations_only_allocate_and_launch(
 
 
 def decode(make: Callable[..., Tensor]) -> Callable[..., Any]:
-    """`flash_attn_with_kvcache` of a token a row, through pages."""
+    """`flash_attn_with_kvcache` with one query per row and a page table."""
     tables = torch.arange(6, dtype=torch.int32).view(2, 3)
     lengths = torch.tensor([5, 11], dtype=torch.int32)
     given = {"cache_seqlens": lengths, "page_table": tables, "causal": True}

@@ -25,7 +25,7 @@ def test_signatures_that_do_not_recur_are_not_recorded(as_on_gpu: None) -> None:
     assert len(made) == 1
     sums(25)
     assert len(made) == 2
-    # What is used again is worth it: the next one is recorded at once.
+    # After a plan was replayed, the next signature is recorded at its first call.
     for length in (25, 41, 41):
         sums(length)
     assert len(made) == 3 and call.plain == 12

@@ -23,7 +23,7 @@ ROUNDS = 16
 
 
 def chain(rows: int, width: int, device: str, after_each: Callable[[], None]) -> list[Tensor]:
-    """Small kernels, of which each reads what the one in front wrote, or writes what it read."""
+    """A sequence of small kernels, each of which depends on the previous one."""
     torch.manual_seed(rows)
     x, residual = (torch.randn(rows, width, device=device) for _ in range(2))
     weight = torch.rand(width, device=device) + 0.5

@@ -20,7 +20,7 @@ interpreted = pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton's int
 
 
 def kernels() -> dict[str, Any]:
-    """Kernels of all modules of ops that a launch with PDL is meant for."""
+    """All kernels of ops that may be launched with PDL."""
     found = {}
     for module in pkgutil.walk_packages(cairn.ops.__path__, "cairn.ops."):
         for name, value in vars(importlib.import_module(module.name)).items():
@@ -121,7 +121,7 @@ def test_a_kernel_that_starts_the_next_before_it_waits_hides_none_in_front(early
         linear_add.using("triton_few")(x, residual, square)
         with pytest.raises(AssertionError, match="before rmsnorm_add_kernel"):
             product(x, written)
-        # Behind one that waits before it lets the next start, all in front of it are done.
+        # After a kernel that waits before it calls launch_next, all earlier kernels have finished.
         rmsnorm_add.using("triton")(torch.randn(16, 32), written, ones)
         rmsnorm.using("triton")(x, ones)
         product(x, written)

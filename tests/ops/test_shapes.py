@@ -35,7 +35,7 @@ class Shape:
         return f"d{self.dim}-{self.kv_heads}x{self.group}-p{self.size}-{kind}"
 
 
-# Every width, group, page size and dtype with several of the others.
+# Every head dim, group size, page size and dtype in combination with several others.
 SHAPES = [
     Shape(32, 4, 1, 16, F32),
     Shape(32, 1, 16, 64, BF16),
@@ -227,7 +227,7 @@ def kernels_of(op: Op) -> list[Implementation]:
 
 
 def test_every_op_over_pages_has_shapes_here():
-    """The engine's; families that are for users of the library have shapes of their own.
+    """Ops of the engine; families only for users of the library have their own shapes.
     framed_attention runs landmark_attention's kernels, and has no scale that keeps scores exact."""
     own = ("flash_attn", "flash_mla", "memory")
     paged = {

@@ -19,8 +19,8 @@ FAMILIES = (
     *("activation", "cache", "elementwise", "grammar", "memory", "norm", "quantization"),
     "rotary",
 )
-"""What computes number by number, or row by row. Others say what they do with such numbers, and
-their cases hold them."""
+"""Families of elementwise and row-wise ops. The definitions of others specify NaN and infinities,
+and their cases contain them."""
 OPS = [pytest.param(op, id=op.name) for op in all_ops() if op.family in FAMILIES]
 SPECIAL = (math.nan, math.inf, -math.inf)
 

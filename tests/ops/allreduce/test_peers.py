@@ -103,7 +103,7 @@ def test_processes_with_different_numbers_of_exchanges_meet() -> None:
     """torch's rendezvous numbers its keys; one process has made two exchanges before."""
     shared = HashStore()
     first, second = (_NumberedFromZero(shared) for _ in range(2))
-    # Calls go through C++, as torch's do.
+    # Calls go through C++ as in torch's own use.
     stores = [(PrefixStore("sums", first), 2), (PrefixStore("sums", second), 0)]
     for exchange in range(2):
         for rank, (store, made) in enumerate(stores):
@@ -117,7 +117,8 @@ def test_processes_with_different_numbers_of_exchanges_meet() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_have_the_same_sums(ranks: int) -> None:
-    """All forms, in turn, some in a graph: as defined, and with the same bits on all ranks."""
+    """All forms, in turn, some in a graph: equal to the definition, and bitwise equal on all
+    ranks."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     store = hold_store()

@@ -64,10 +64,10 @@ def test_half_precision(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.skipif(not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA")
 def test_slots_of_a_page_far_apart(tmp_path: Path) -> None:
-    """Those of other layers lie between them, so many that 32 bits do not count the numbers."""
+    """Slots of other layers lie between them, so that element offsets exceed 32 bits."""
     step, slots = 1 << 26, 40
     file = tmp_path / "cache"
-    # A file with holes: of memory there need not be as much.
+    # A sparse file: most of it takes no memory.
     with file.open("wb") as empty:
         empty.truncate(4 * step * slots)
     memory = torch.from_file(str(file), shared=True, size=step * slots)

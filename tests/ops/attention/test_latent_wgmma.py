@@ -100,7 +100,7 @@ def test_logits_that_rise_from_slot_to_slot(step: float) -> None:
     _, pe, cache, lengths, table, *rest = given.args
     slots = torch.arange(table.shape[1] * 64, device="cuda").view(table.shape[1], 64)
     for row in range(len(lengths)):
-        # Of two of three heads logits rise by `step`, to base 2, from one slot to the next.
+        # For two of three heads, logits (base 2) rise by `step` from slot to slot.
         cache[table[row].long(), :, -2] = (slots // 64).to(cache.dtype)
         cache[table[row].long(), :, -1] = (slots % 64).to(cache.dtype)
     unit = step * math.log(2) / rest[-1]

@@ -22,7 +22,7 @@ def task(tokens, kv_heads, width, context, q=HALF, cache=HALF, window=0):
 
 
 def fill(splits, lines, wave):
-    """Share of the waves that the programs take."""
+    """Fraction of the waves' slots that the programs fill."""
     programs = splits * lines
     return programs / (-(-programs // wave) * wave)
 

@@ -46,7 +46,7 @@ def test_same_attention_whatever_the_splits(
         q = make.randn(len(row), 6, 32, dtype=dtype)
         mixed = make.rand(len(row)).argsort()
         caches = (paged.k_cache, paged.v_cache)
-        # In order too where that is soon done.
+        # Also in order, on a GPU, where it is fast.
         for order in (mixed, make.arange(len(row)))[: 1 if device == "cpu" and least == 1 else 2]:
             given = (q[order], *caches, row[order], slot[order], paged.page_table)
             check(dense_attention, "triton_tiles", make.args(*given, 0.4, mask_landmarks))
@@ -55,7 +55,7 @@ def test_same_attention_whatever_the_splits(
 @needs_triton
 @pytest.mark.parametrize("aligned", [False, True])
 def test_padding_makes_no_tile_look_behind_its_window(aligned: bool, device: str) -> None:
-    """Padding of a row that runs: what lies behind the window is not even read."""
+    """Padding tokens of a row: slots before the window are not read."""
     make = Make(device)
     paged = make.paged((400, 90), 2, 16, 32, dtype=torch.float32)
     row, slot, _ = paged.queries((9, 0))

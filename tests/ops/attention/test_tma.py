@@ -147,7 +147,7 @@ def test_dense_attention(heads: int, group: int, width: int, device: str, tables
     check(dense_attention, "triton_tiles", make.args(*given, segments=segments))
     check(dense_attention, "triton_tiles", make.args(*given, scale=0.1))
     assert tables == [True, True]
-    # A product of scales that are not positive has its largest number elsewhere.
+    # With a negative scale the maximum of the scaled products is at another position.
     check(dense_attention, "triton_tiles", make.args(*given, scale=-0.1))
     assert len(tables) == 2
 

@@ -65,7 +65,7 @@ def test_the_bytes_of_a_slot_tell_the_size_of_a_head():
 
 
 def test_in_4_bits_numbers_are_the_nearest_of_eight_by_a_scale_of_16():
-    """Against a search one by one; scales are e4m3, of the largest by 6."""
+    """Against a search over all codes; scales are e4m3(max / 6)."""
     steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     x = torch.randn(40, 48, generator=torch.Generator().manual_seed(5))
     x = x * torch.logspace(-1, 2, 40).unsqueeze(1)
@@ -85,7 +85,7 @@ def test_in_4_bits_numbers_are_the_nearest_of_eight_by_a_scale_of_16():
 
 @pytest.mark.parametrize("form", KV_FORMATS.values(), ids=KV_FORMATS)
 def test_a_slot_is_stored_the_same_whenever_it_comes(form):
-    """Alone or with others, first or last in its page, into a fresh or a used page."""
+    """Alone or in a batch, first or last in its page, in a fresh or a used page."""
     width, dtype = form.slot_bytes(16), getattr(torch, form.dtype)
     g = torch.Generator().manual_seed(2)
     k, v = (torch.randn(24, 2, 16, generator=g) * torch.rand(24, 1, 1, generator=g) for _ in "kv")

@@ -47,7 +47,7 @@ def byte_of(number: float, kind: torch.dtype) -> int:
 
 
 def awkward(kind: torch.dtype) -> Tensor:
-    """Every number of the format, the middles between them and their neighbours."""
+    """Every value of the format, the midpoints, and their neighbours."""
     levels = torch.tensor(LEVELS[kind])
     middles = (levels[1:] + levels[:-1]) / 2
     near = torch.cat([torch.nextafter(middles, middles * s) for s in (0.0, 2.0)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class Rules:
-    """What a query sees and how its scores are bent; -1, 0 and None: no such rule."""
+    """Mask and score modifications of a query; -1, 0 and None: off."""
 
     scale: float
     causal: bool = False

@@ -32,7 +32,7 @@ def test_pages_and_heads_far_away(heads_first: bool) -> None:
     caches = []
     for near in (near_k, near_v):
         if heads_first:
-            # A head's keys of all pages, then the next head's.
+            # Head-major memory: a head's keys of all pages, then the next head's.
             memory = torch.empty(heads, pages, size, dim, dtype=torch.float16, device="cuda")
             cache = memory.permute(1, 2, 0, 3)
         else:

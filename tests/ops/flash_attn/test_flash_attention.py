@@ -16,7 +16,7 @@ from cairn.ops.testing import Make, cases_of, check
 FEW = {"queries": (1, 1), "keys": (37, 1), "heads": (4, 2), "widths": (16, 16)}
 SOME = {"queries": (5, 0, 21), "keys": (5, 9, 13), "heads": (3, 1), "widths": (7, 20)}
 LONG = {"queries": (1, 2), "keys": (300, 3), "heads": (4, 2), "widths": (16, 20)}
-"""So long that the keys are split."""
+"""Long enough for split keys."""
 KINDS: dict[str, dict[str, Any]] = {
     "causal": {"right": 0},
     "causal window": {"left": 4, "right": 0},

@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 class Problem:
-    """A cache of ragged rows and queries [B, Sq, H, d], NaN where nothing lies."""
+    """A cache of rows of different lengths and queries [B, Sq, H, d], with NaN in unused slots."""
 
     def __init__(self, seed: int, queries: int = 3, page: int = 0, dims=(16, 16), heads=(4, 2)):
         self.g = torch.Generator().manual_seed(seed)
@@ -337,7 +337,7 @@ def test_eight_bits_with_descales() -> None:
 
 
 def test_one_scale_of_all_heads_may_come_expanded(device: str, monkeypatch) -> None:
-    """Kernels, interpreted where there is no GPU, see it too."""
+    """Also with the kernels, which are interpreted on machines without a GPU."""
     problem = Problem(11, page=6)
     scale = torch.tensor([[0.5], [2.0], [1.0], [3.0]]).expand(4, 2)
     scales = {"k_descale": scale, "v_descale": scale}

@@ -27,7 +27,7 @@ RAGGED = {"queries": (200, 0, 129, 1, 300), "keys": (200, 7, 500, 130, 64)}
 
 @pytest.fixture(autouse=True)
 def small(tuned: Tuned) -> None:
-    """Calls of any size."""
+    """Within the block, the kernel accepts calls of any size."""
     tuned(ATTENTION_TUNING, tma_min_flops=0)
     tuned(TUNING, wgmma_full=0)
 

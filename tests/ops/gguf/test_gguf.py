@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
 
 
 def random_rows(number: int, rows: int, width: int) -> np.ndarray:
-    """Any bytes, but no scale that is NaN or infinite."""
+    """Random bytes with finite scales."""
     kind, rng = KINDS[number], np.random.default_rng(number)
     made = rng.integers(0, 256, (rows * width // kind.elements, kind.bytes), dtype=np.uint8)
     for _ in range(100):

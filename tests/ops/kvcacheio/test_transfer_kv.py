@@ -22,7 +22,7 @@ ITEM = HEADS * DIM * DTYPE.itemsize
 
 @pytest.fixture(params=["definition", "kernel"])
 def ways(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test by the definition, and by the kernel, interpreted where there is no GPU."""
+    """Run a test with the definition and with the kernel (interpreted without a GPU)."""
     if request.param == "definition":
         with force("copy_slots=reference"):
             yield

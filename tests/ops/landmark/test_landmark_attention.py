@@ -71,7 +71,7 @@ def test_heads_that_share_a_score_share_a_softmax():
 
 @pytest.fixture(params=["in turn", "whole"])
 def launches(request, tuned):
-    """How many launches a step of few tokens is, whatever it reads."""
+    """Number of launches of a step of few tokens."""
     tuned(TUNING, fused_whole=0.0 if request.param == "whole" else math.inf)
     return request.param
 
@@ -91,9 +91,9 @@ def launches(request, tuned):
 def test_many_chunks_of_candidates_and_their_merge(
     chunk, short, listed, programs, compared, stored, launches, tuned, monkeypatch
 ):
-    """Chunks as small as can be stand for contexts as long as can be.
+    """The smallest chunks, which correspond to the longest contexts.
 
-    The programs that read take one selected page each, two, or all three.
+    Reading programs process one, two or all three selected pages each.
     """
     tuned(TUNING, fused_chunk=chunk)
     tuned(TUNING, fused_short_chunk=short)
@@ -119,7 +119,7 @@ def test_many_chunks_of_candidates_and_their_merge(
 def test_windows_of_a_block_for_each_program_and_of_several(
     programs, single, size, pdl, device, monkeypatch, tuned
 ):
-    """Of rows as short as a block too, and of a token that is nobody's."""
+    """Also for rows as short as a block, and for a padding token."""
     if pdl and gpu.INTERPRETED:
         as_if_pdl(monkeypatch)
     elif not pdl:

@@ -34,7 +34,8 @@ def drawn(
     topk: int = 7,
     bias: bool = True,
 ) -> Arguments:
-    """Tiles of one sequence and of several; fourths, whose sums no order of addition rounds."""
+    """Tiles of one and of several sequences, with multiples of 1/4, whose sums are exact in any
+    order."""
     heads, groups, dim = shape
     make = Make(device)
     paged = make.paged(lengths, groups, SIZE, dim, dtype=dtype)

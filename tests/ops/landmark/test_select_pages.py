@@ -71,7 +71,7 @@ def check(case, result, expected_of, topk, tolerance=2e-5):
             assert got[count:] == [-1] * (topk - count)
             chosen = got[:count]
             assert chosen == sorted(set(chosen))
-            # Pages whose score differs by less than rounding may change places at the edge.
+            # Pages whose scores differ by less than rounding may be exchanged at the boundary.
             for j in set(chosen) ^ set(wanted[:count]):
                 assert ranked[g][j] == pytest.approx(ranked[g][wanted[count - 1]], abs=tolerance)
             for h in range(g * per_group, (g + 1) * per_group):

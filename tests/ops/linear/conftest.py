@@ -10,7 +10,7 @@ from cairn.ops.testing import Make
 
 @pytest.fixture
 def make(device: str) -> Make:
-    """Draws for kernels: on the GPU, or interpreted."""
+    """Generator of arguments for kernels, on the GPU or interpreted."""
     if device == "cpu" and not gpu.INTERPRETED:
         pytest.skip("needs Triton, and a machine without CUDA")
     return Make(device)

@@ -35,7 +35,7 @@ def vector(make: Make, width: int) -> Tensor:
 
 
 def expect_same(op: Op[..., Any], *arguments: Any, changed: int | None = None) -> None:
-    """The kernels give what the definition does, and write nothing beside `changed`."""
+    """The kernels agree with the definition, and write only to `changed`."""
     assert op.accepts("triton_few", *arguments)
     given = list(arguments)
     if changed is not None:

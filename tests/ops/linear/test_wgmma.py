@@ -178,7 +178,7 @@ def blank(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def moved(x: Tensor) -> Tensor:
-    """The same numbers, not from a multiple of 16 bytes on."""
+    """The same values at an address that is not aligned to 16 bytes."""
     return x.new_empty(x.numel() + 1)[1:].view_as(x)
 
 
@@ -269,7 +269,7 @@ def test_a_stream_is_normed_behind_sums_that_are_split(monkeypatch: pytest.Monke
 
 
 def test_whether_is_known_without_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer asks while torch traces it."""
+    """Layers call it while torch.compile traces them."""
     monkeypatch.setattr(gpu, "supports_wgmma", lambda device: True)
     monkeypatch.setattr(Tensor, "data_ptr", pytest.fail)
     assert skinny_gemm_panel.linear_fuses_norm(blank(10, 4096), blank(4096, 4096), None)

@@ -20,7 +20,8 @@ def words(*numbers: int) -> Tensor:
 
 
 def drawn(tokens: int, seed: int = 0, fastest: float = 1.0) -> dict[str, Tensor]:
-    """Tokens of one sequence; heads decay from hardly to `fastest` a token."""
+    """Tokens of one sequence; decay per token ranges over the heads from nearly none to
+    `fastest`."""
     torch.manual_seed(seed)
     rates = torch.logspace(-4, 0, HV) * fastest
     return {
@@ -167,7 +168,7 @@ def test_the_cpu_form_has_keys_before_values_and_leaves_its_state() -> None:
 
 
 def gated(given: dict[str, Tensor]) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-    """Gates that give other decays and strengths: the update's first arguments, and the tokens."""
+    """Gates for given decays and strengths: first arguments of the update, and the tokens."""
     tokens = given["v"].shape[1]
     a_log, dt_bias = torch.randn(HV), torch.randn(HV)
     a, b = torch.randn(tokens, HV), torch.randn(tokens, HV)

@@ -18,7 +18,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Net(NamedTuple):
-    """Heads of keys and values, and their widths."""
+    """Numbers of key and value heads, and their dims."""
 
     key_heads: int
     value_heads: int
@@ -133,7 +133,7 @@ def test_chunks_give_what_tokens_give(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1, FEW, 5 * CHUNK + 7])
 def test_half_precision_at_full_size(length: int) -> None:
-    """Errors relative to each head's outputs, where rounding inputs alone costs 0.4%."""
+    """Errors are relative to each head's outputs; rounding of the inputs alone causes 0.4%."""
     half = Layer(NETS["cuda"], length, "cuda", torch.bfloat16)
     full = Layer(NETS["cuda"], length, "cuda", torch.bfloat16)
     got, wanted = half.step(0, length).float(), full.step(0, length, "reference").float()

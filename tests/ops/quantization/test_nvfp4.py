@@ -32,13 +32,13 @@ def agree(got: Tensor, x: Tensor) -> bool:
 
 
 def values(codes: Tensor) -> Tensor:
-    """What rows of packed codes stand for, float64, scales apart."""
+    """Unpacked values of codes in float64, without scales."""
     nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long().cpu()
     return LEVELS[nibbles & 7] * (1 - (nibbles >> 3) * 2)
 
 
 def scale_at(stored: Tensor, row: int, block: int) -> float:
-    """A block's scale among the tiles."""
+    """Address of a block's scale in the tiled layout."""
     tiles = stored.shape[1] // 4
     at = row // 128 * tiles * 512 + block // 4 * 512 + row % 32 * 16 + row % 128 // 32 * 4
     return float(stored.reshape(-1)[at + block % 4].float())
@@ -98,7 +98,7 @@ def test_ties_go_to_the_even_code_and_beyond_six_is_six(device: str) -> None:
         codes, stored = call(x, torch.ones(1, device=device))
         assert scale_at(stored, 0, 0) == 1.0
         assert values(codes)[0].tolist() == [0, 1, 1, 2, 2, 4, 4, 6] * 2, name
-        # A global scale far too large: the block's scale ends at 448, the codes at 6.
+        # A global scale that is too large: block scales are clamped to 448 and values to 6.
         codes, stored = call(-x, torch.full((1,), 1e6, device=device))
         assert scale_at(stored, 0, 0) == 448.0
         assert set(values(codes)[0].tolist()) == {-6}, name

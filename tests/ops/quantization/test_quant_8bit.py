@@ -238,7 +238,7 @@ def test_int8_of_what_is_not_finite_is_zero(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_int8_of_products_that_are_rounded_first(dtype: torch.dtype, device: str) -> None:
-    # Some products end just beside a half and are rounded to it.
+    # Some products are close to a midpoint and are rounded to it in float32.
     x = drawn((128, 2048), dtype).to(device)
     if dtype == torch.float32:
         x[0] *= 1e-38

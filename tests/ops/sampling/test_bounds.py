@@ -77,7 +77,7 @@ def test_bounds_are_reached_by_few_more_than_wanted(kind: str, wanted: int, devi
     bounds_kernel[(len(keys),)](keys, wanted, enough, out, LINES)
     reach = (keys >= out[:, None]).sum(1)
     assert (reach >= wanted).all()
-    # More of them only where the next number is too much.
+    # More than `enough` only if the next larger bound gives fewer than wanted.
     assert ((reach <= enough) | ((keys > out[:, None]).sum(1) < wanted)).all()
 
 

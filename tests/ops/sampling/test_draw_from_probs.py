@@ -36,7 +36,7 @@ def test_against_scalars(device: str) -> None:
 
 
 def test_boundaries_between_chunks(device: str) -> None:
-    # Mass at places around which a kernel may split a row; their sums are exact.
+    # Probability mass at chunk boundaries of the kernels; the sums are exact.
     places = [0, 511, 512, 1023, 1024, 1299]
     probs = torch.zeros(1, 1300)
     probs[0, places] = 1 / 8

@@ -48,7 +48,7 @@ def parameters(
 
 
 def law(row: list[float], setting: tuple[float, int, float, float]) -> list[float]:
-    """What a token is drawn by, in float64; all logits are finite."""
+    """Distribution of a token in float64, for finite logits."""
     temperature, top_k, top_p, min_p = setting
     best = max(row)
     if temperature == 0:
@@ -231,8 +231,8 @@ def test_rows_are_listed_a_few_at_a_time(device: str) -> None:
 
 @pytest.mark.parametrize("share", [0.6, 0.95])
 def test_each_filter_sees_what_the_one_before_left(share: float, device: str) -> None:
-    # Of the top 6, 1.9 in sum, a share of 0.6 is 1.14: two tokens. Of those that min-p leaves,
-    # 1.5 in sum, it would be one. Of a share of 0.95 min-p drops four.
+    # The top 6 sum to 1.9, so top_p = 0.6 (1.14) keeps two tokens; after min-p (sum 1.5) it would
+    # keep one. With top_p = 0.95, min-p drops four tokens.
     row = torch.tensor([1.0, 0.5, 0.1, 0.1, 0.1, 0.1, 0.01]).log()
     draws = 12
     args = parameters([(1.0, 6, share, 0.3)] * draws, torch.arange(draws), device)
@@ -242,7 +242,7 @@ def test_each_filter_sees_what_the_one_before_left(share: float, device: str) ->
 
 
 def test_kept_tokens_do_not_depend_on_positions(device: str) -> None:
-    # The second largest lies far from the largest, among others near to it.
+    # The second largest weight is far below the largest and close to others.
     weights = torch.full((1100,), 1e-6)
     weights[3], weights[600:640], weights[700] = 1.0, 0.2, 0.4
     draws = 12

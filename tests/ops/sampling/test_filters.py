@@ -40,7 +40,7 @@ def keep_top_p(row: list[float], p: float) -> set[int]:
 
 
 def keep_min_p(row: list[float], p: float) -> set[int]:
-    # The product is a float32 one: tensors times tensors.
+    # The product is rounded to float32, as that of tensors.
     threshold = float(torch.tensor(max(row)) * torch.tensor(p))
     return {token for token, value in enumerate(row) if value >= threshold}
 

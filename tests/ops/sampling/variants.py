@@ -15,8 +15,8 @@ def interpreted(name: str, device: str) -> bool:
 
 
 def runnable_on(op: Op[..., Any], device: str) -> list[str]:
-    """Names of the implementations for a device, the definition first. Kernels, which the
-    interpreter runs on the CPU, are among them."""
+    """Names of the implementations that run on a device, the definition first; on a CPU including
+    interpreted kernels."""
     return [
         REFERENCE,
         *(

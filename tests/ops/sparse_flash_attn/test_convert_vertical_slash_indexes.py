@@ -66,7 +66,7 @@ def lists(g: torch.Generator, heads: int, count: int, most: int, down: bool) -> 
 
 
 def check(found: list[Tensor], q: Tensor, kv: Tensor, v: list, s: list, m: int, n: int, c: bool):
-    """All tables; v and s hold a list for every sequence and head."""
+    """Check all tables; v and s hold a list per sequence and head."""
     block_count, block_offset, column_count, column_index = (x.cpu() for x in found)
     batch, heads, rows = block_count.shape
     for b, h, r in ((b, h, r) for b in range(batch) for h in range(heads) for r in range(rows)):

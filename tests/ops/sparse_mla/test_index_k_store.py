@@ -17,7 +17,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def number_byte(token: int, dim: int, preshuffled: bool) -> int:
-    """Of a page: tiles of 16 tokens by 16 dims, or token after token."""
+    """Byte offset in a page: tiles of 16 tokens by 16 dims, or row-major."""
     if not preshuffled:
         return token * DIM + dim
     return (token // 16) * 16 * DIM + (dim // 16) * 256 + (token % 16) * 16 + dim % 16

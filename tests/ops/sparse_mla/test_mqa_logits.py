@@ -83,7 +83,7 @@ def test_quantized_keys(preshuffled: bool, device: str) -> None:
         if device == "cpu":
             assert float((apart - 1e-5 * wanted.abs()).max()) < 1e-4
         else:
-            # Hopper's tensor cores keep 14 bits of a sum of products in float8.
+            # Hopper's tensor cores accumulate float8 products with 14 bits.
             parts = (q8[t : t + 1].float().abs(), folded[t : t + 1].abs(), worth.abs())
             assert bool((apart <= expected(*parts)[0] * 2**-13).all())
             assert unlike(logits[t, :count].double(), wanted) < 5e-6
@@ -92,7 +92,7 @@ def test_quantized_keys(preshuffled: bool, device: str) -> None:
         side = ragged_mqa_logits(q8[own], folded[own], numbers, scale, begin, begin + count)
         torch.testing.assert_close(side[0], logits[t, :count], rtol=1e-5, atol=1e-5)
         exact = expected(q[own], weights[own], keys_of(paged, r, count))[0]
-        # Of few keys and dims; of 128 dims and thousands of keys it is 6e-4.
+        # For few keys and dims; for 128 dims and thousands of keys it is 6e-4.
         assert unlike(exact, wanted) < 1e-2
 
 
@@ -111,7 +111,7 @@ def test_tokens_without_keys_read_and_write_nothing(device: str) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_only_scores_that_are_asked_for_are_written(chunked: bool, device: str) -> None:
-    """Tokens with no more keys than they may select need none, and no fill comes before."""
+    """Tokens with at most topk keys get no scores, and the output is not filled first."""
     paged, q, weights, row, context = step(4, device, (30, 9, 0, 3))
     given = (q, weights, paged.k_cache[:, 0], paged.page_table, row, context)
     whole = visible(paged_mqa_logits(*given), context)

@@ -93,7 +93,7 @@ def test_groups_of_warps(heads: int) -> None:
 @pytest.mark.parametrize("heads", [128, 64, 16, 8, 1])
 @pytest.mark.parametrize("quantized", [False, True])
 def test_attention(quantized: bool, heads: int) -> None:
-    """Of a selection and of whole rows, of few tokens (split) and of many; garbage among cells."""
+    """Selected cells and whole rows, few tokens (split) and many, with invalid cells."""
     rows, columns = 4, 40
     pages = rows * columns
     cache = drawn(pages, SIZE, LATENT + ROPE, seed=4, dtype=BF16)

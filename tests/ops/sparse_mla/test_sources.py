@@ -70,7 +70,7 @@ class Case:
         elif source == "indexed":
             cache, own = self.lines.unsqueeze(0), cells
         else:
-            # Pages with a gap behind each.
+            # Pages with a gap between them.
             cache = self.lines.new_full((PAGES, SIZE + 4, self.lines.shape[1]), 255)[:, :SIZE]
             cache.copy_(self.lines.view(PAGES, SIZE, -1))
             own = cells
@@ -94,7 +94,7 @@ def test_every_source_gives_the_same(source: str, heads: int, device: str) -> No
 def test_a_loop_that_ends_at_the_length_changes_no_bit(source: str, device: str) -> None:
     """Equal to a loop over the whole list in which cells beyond the length are invalid."""
     case = Case(6, device)
-    # As many splits, however long the loop is.
+    # The same number of splits for any loop length.
     with TUNING.replaced(programs=1, few_programs=1):
         bounded = case.read(source, 4 * MOST, "triton")
         case.guard(4 * MOST)

@@ -16,7 +16,7 @@ from cairn.ops.sparse_mla import records
 SIZE, LATENT, ROPE, PAGES = 8, 128, 16, 12
 SCALE, WIDTH = 0.11, 24
 FEW = PAGES - 2
-"""Pages that anyone owns."""
+"""Number of pages with an owner."""
 
 
 def cache_of(device: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -33,7 +33,7 @@ def queries(device: str, tokens: int, heads: int, dtype: torch.dtype = torch.flo
 
 
 def cells_of(device: str, tokens: int, width: int = WIDTH) -> Tensor:
-    """Random cells, none of NaN."""
+    """Random cells whose records contain no NaN."""
     g = torch.Generator().manual_seed(2)
     page = torch.randint(0, FEW, (tokens, width), generator=g)
     offset = torch.randint(0, SIZE - 1, (tokens, width), generator=g)
@@ -209,7 +209,7 @@ def test_plain_records_are_stored_as_they_are(dtype: torch.dtype, device: str) -
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_two_lists_of_two_caches_are_one_softmax(quantized: bool, device: str) -> None:
-    """As one list of a cache that holds the pages of both."""
+    """Equal to one list of a cache with the pages of both."""
     q, cache = queries(device, 6, 3), cache_of(device)
     if quantized:
         parts = cache.flatten(0, 1).split((LATENT, ROPE), dim=-1)

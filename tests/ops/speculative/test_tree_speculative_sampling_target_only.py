@@ -111,7 +111,7 @@ def test_emitted_tokens_follow_the_targets_distribution(device: str) -> None:
     assert counts[2] == 0
     expected = law * draws
     chi = ((counts - expected) ** 2 / expected.clamp(min=1)).sum()
-    # 4 degrees of freedom, one in ten thousand.
+    # 4 degrees of freedom, p = 1e-4.
     assert chi < 23.5
     # A candidate is taken by the root's coin alone.
     taken = torch.searchsorted(torch.tensor([0.4, 0.7, 0.85]), given[7].cpu()[:, 0].contiguous())
@@ -132,7 +132,7 @@ def test_a_law_without_mass_gives_the_last_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_links_in_a_circle_end_the_walk(name: str) -> None:
-    # The coin refuses both siblings; and accepts all nodes.
+    # The coin rejects both siblings, then accepts all nodes.
     predicts = torch.full((8,), -5, dtype=torch.int32)
     accept_index = torch.full((2, 9), -1, dtype=torch.int32)
     accepted = torch.empty(2, dtype=torch.int32)

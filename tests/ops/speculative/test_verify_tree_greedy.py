@@ -113,7 +113,7 @@ def test_links_to_no_node_are_refused_by_name(place: int, number: int) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_nodes_that_no_link_leads_to_may_hold_anything(name: str) -> None:
-    """A tree of two among room for four; whatever negative number ends a walk."""
+    """A tree of two nodes with room for four; any negative number ends a path."""
     index, links = torch.tensor([[0, 1, -1, 99]]), torch.tensor([[1, -7, -1, -1]])
     written = torch.zeros(4).int(), torch.full((1, 4), -5).int(), torch.zeros(1).int()
     tokens, wanted = torch.tensor([[3, 4, -1, -1]]), torch.tensor([[4, 6, 0, 0]])

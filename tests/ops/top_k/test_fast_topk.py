@@ -54,11 +54,11 @@ def test_against_sorting(kind: str, whole: bool, topk: int, device: str) -> None
     elif kind == "constant":
         score = torch.zeros(6, 1000)
     elif kind == "pairs":
-        # With NaN in front the last one taken may stand where it would without an equal.
+        # With NaN first, the last selected position may be the one without ties.
         score = (torch.randperm(1000, generator=g) // 2).float().repeat(6, 1)
         score[:, 70] = math.nan
     elif kind == "wild":
-        # Few that are larger than zero: the last ones taken are among the zeros, or below.
+        # Few positive scores: the last selected ones are zeros or negative.
         rare = torch.tensor([math.nan, -math.inf, -0.0, 0.0, math.inf, 1e-45])
         often = torch.tensor([8.0, 8.0, 1.0, 1.0, 0.1, 0.1]).expand(6, -1)
         score = rare[torch.multinomial(often, 1000, replacement=True, generator=g)]
@@ -115,7 +115,7 @@ def test_long_rows_whatever_their_sample_says(
         score = torch.full((3, 9000), -math.inf)
         score[1] = math.nan
     elif kind == "few":
-        # Fewer that differ from the bound than are taken, before and behind equal ones.
+        # Fewer than k scores above the bound, before and after ties.
         score = (score - 2.5).relu()
     elif kind == "run":
         score[:, 3000:4500] += 5

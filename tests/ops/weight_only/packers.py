@@ -32,7 +32,7 @@ def along_columns(codes: np.ndarray, bits: int) -> Tensor:
 
 
 def awq(codes: np.ndarray) -> Tensor:
-    """AWQ's weights [K, N] and zero points: 8 columns a word."""
+    """AWQ weights [K, N] and zero points, 8 columns per word."""
     out = np.zeros((codes.shape[0], codes.shape[1] // 8), np.uint32)
     for column in range(codes.shape[1]):
         nibble = AWQ[column % 8]
@@ -64,7 +64,7 @@ def marlin(codes: np.ndarray, bits: int) -> Tensor:
 
 
 def marlin_scales(scales: Tensor) -> Tensor:
-    """Scales [G, N] as Marlin keeps them."""
+    """Scales [G, N] in Marlin's layout."""
     if scales.shape[0] > 1:
         order = [i + 8 * j for i in range(8) for j in range(8)]
     else:
@@ -73,7 +73,7 @@ def marlin_scales(scales: Tensor) -> Tensor:
 
 
 def marlin_zeros(zeros: np.ndarray, bits: int) -> Tensor:
-    """Zero points [G, N] as Marlin keeps them."""
+    """Zero points [G, N] in Marlin's layout."""
     order = [i + 8 * j for i in range(8) for j in range(8)]
     inner = [0, 2, 4, 6, 1, 3, 5, 7] if bits == 4 else [0, 2, 1, 3]
     moved = zeros.reshape(-1, 64)[:, order].reshape(-1, len(inner))[:, inner]
