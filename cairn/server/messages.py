@@ -17,10 +17,13 @@ from cairn.obs.metrics import Track
 from cairn.server.chat import encode_chat, prepared, template_tools
 from cairn.server.chat_output import ChatResponseBuilder, joined
 from cairn.server.chat_translation import (
+    FieldNames,
     chat_request,
     content_of,
+    fields_renamed,
     image_part,
     message,
+    message_names,
     text_part,
 )
 from cairn.server.errors import body_of
@@ -68,6 +71,14 @@ PASSED_ON = (
     "kv_transfer_params",
 )
 """Fields that are also those of a chat."""
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""`FieldNames` of the other fields, apart from messages."""
 STOP_REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -76,7 +87,9 @@ async def create_message(request: Request) -> Response:
     state: ServerState = request.app.state.server
     track = state.metrics.track(request.url.path)
     given = await read_request(request, MessagesRequest)
-    work, builder = await prepared(request, chat_of(given))
+    chat_given, names = chat_of(given)
+    with fields_renamed(names):
+        work, builder = await prepared(request, chat_given)
     message = MessageResponseBuilder(builder)
     if not given.stream:
         return await answer(request, work, message, track, None)
@@ -88,22 +101,27 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens. Raises BadRequest for an invalid conversation."""
     state: ServerState = request.app.state.server
-    asked = chat_of(await read_request(request, CountRequest))
+    asked, names = chat_of(await read_request(request, CountRequest))
     tokenizer = tokenizer_of(state, "a chat")
     tools = template_tools(asked.tools or [])
-    chat = await encode_chat(request, tokenizer, asked, tools)
+    with fields_renamed(names):
+        chat = await encode_chat(request, tokenizer, asked, tools)
     return Response(msgspec.json.encode(TokenCount(len(chat.ids))), media_type="application/json")
 
 
-def chat_of(given: CountRequest) -> ChatRequest:
-    """The equivalent chat request.
+def chat_of(given: CountRequest) -> tuple[ChatRequest, FieldNames]:
+    """The equivalent chat request, and the original names of its fields.
 
     Raises:
         BadRequest: a message that a chat request cannot express.
     """
     messages = [] if given.system is None else [message("system", content_of(given.system, _part))]
-    for turn in given.messages:
+    paths: list[tuple[str, str | None]] = [("system", "system")] * len(messages)
+    for i, turn in enumerate(given.messages):
         messages += _turn(turn)
+        same_parts = all(isinstance(block, TextBlock | ImageBlock) for block in turn.content)
+        path = f"messages[{i}]", f"messages[{i}].content" if same_parts else None
+        paths += [path] * (len(messages) - len(paths))
     body: dict[str, Any] = {"messages": messages}
     if isinstance(given.messages[-1], AssistantTurn):
         body["continue_final_message"] = True
@@ -133,7 +151,9 @@ def chat_of(given: CountRequest) -> ChatRequest:
         body["stop"] = given.stop_sequences
         for name in PASSED_ON:
             body[name] = getattr(given, name)
-    return chat_request(body)
+    names = message_names(paths) | FIELD_NAMES
+    with fields_renamed(names):
+        return chat_request(body), names
 
 
 def _choice(choice: AnthropicChoice) -> dict[str, Any]:

@@ -16,10 +16,13 @@ from cairn.obs.metrics import Track
 from cairn.server.chat import prepared
 from cairn.server.chat_output import ChatResponseBuilder, joined
 from cairn.server.chat_translation import (
+    FieldNames,
     chat_request,
     content_of,
+    fields_renamed,
     image_part,
     message,
+    message_names,
     text_part,
 )
 from cairn.server.errors import body_of
@@ -47,13 +50,24 @@ from cairn.server.request_body import read_request
 from cairn.server.sse import EventStream
 from cairn.server.state import ServerState
 
+FIELD_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""`FieldNames` of the fields other than messages."""
+
 
 async def create_response(request: Request) -> Response:
     """POST /v1/responses. Raises CairnError for a request that cannot be served."""
     state: ServerState = request.app.state.server
     track = state.metrics.track(request.url.path)
     given = await read_request(request, ResponsesRequest)
-    work, chat = await prepared(request, chat_of(given))
+    chat_given, names = chat_of(given)
+    with fields_renamed(names):
+        work, chat = await prepared(request, chat_given)
     builder = ResponsesBuilder(chat, given)
     if not given.stream:
         return await answer(request, work, builder, track, None)
@@ -61,18 +75,25 @@ async def create_response(request: Request) -> Response:
     return EventStream(_events(generation, builder, track), lambda: generation.reading)
 
 
-def chat_of(given: ResponsesRequest) -> ChatRequest:
-    """The equivalent chat request.
+def chat_of(given: ResponsesRequest) -> tuple[ChatRequest, FieldNames]:
+    """The equivalent chat request, and the original names of its fields.
 
     Raises:
         BadRequest: an item that a chat request cannot express.
     """
     messages = [] if given.instructions is None else [message("system", given.instructions)]
+    paths: list[tuple[str, str | None]] = [("instructions", None)] * len(messages)
     if isinstance(given.input, str):
         messages.append(message("user", given.input))
+        paths.append(("input", None))
     else:
-        for i, item in enumerate(given.input):
-            _add(messages, _item(f"input[{i}]", item))
+        for i, fields in enumerate(given.input):
+            path = f"input[{i}]"
+            item = _item(path, fields)
+            _add(messages, item)
+            content = f"{path}.output" if isinstance(item, CallOutput) else f"{path}.content"
+            # An item may have been added to an earlier message.
+            paths += [(path, content)] * (len(messages) - len(paths))
     body: dict[str, Any] = {
         "messages": messages,
         "max_tokens": given.max_output_tokens,
@@ -90,7 +111,9 @@ def chat_of(given: ResponsesRequest) -> ChatRequest:
     if given.tools:
         functions = [msgspec.to_builtins(tool) for tool in given.tools]
         body["tools"] = [{"type": f.pop("type"), "function": f} for f in functions]
-    return chat_request(body)
+    names = message_names(paths) | FIELD_NAMES
+    with fields_renamed(names):
+        return chat_request(body), names
 
 
 def _item(name: str, item: dict[str, Any]) -> Item:

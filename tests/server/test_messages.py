@@ -220,3 +220,24 @@ def test_arguments_that_are_no_json_do_not_vanish(tool_api):
     tool_api.reply_with('<tool_call>{"name": "look", "arguments": {"at": one}}</tool_call>')
     (use,) = tool_api.answer(PATH, body(tools=[TOOL]))["content"]
     assert use["input"] == {"arguments": '{"at": one}'}
+
+
+def test_errors_name_the_fields_of_this_api(tool_api):
+    bomb = {"type": "object", "properties": {"a": {"type": "bomb"}}}
+    image = {"type": "image", "source": {"type": "url", "url": "data:x"}}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": "1"}
+    tool = {"name": "look", "input_schema": bomb}
+    form = {"type": "json_schema", "schema": bomb}
+    for fields, param in (
+        ({"stop_sequences": ["a"] * 100}, "stop_sequences"),
+        ({"output_config": {"format": form}}, "output_config.format"),
+        ({"tools": [tool], "tool_choice": {"type": "any"}}, "tools[0].input_schema"),
+        (
+            {"system": "s", "messages": [{"role": "user", "content": [image]}]},
+            "messages[0].content[0]",
+        ),
+        # Results of tools are messages of a chat, so that parts are counted anew there.
+        ({"messages": [{"role": "user", "content": [result, image]}]}, "messages[0]"),
+    ):
+        body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+        assert tool_api.error("/v1/messages", {**body, **fields})["param"] == param

@@ -180,3 +180,26 @@ def test_reasoning_is_an_output_item(tool_api):
     output = {"type": "function_call_output", "call_id": given[2]["call_id"], "output": "seen"}
     create(tool_api, [*given, output])
     assert prompt(tool_api).startswith("<|assistant|>Hm.Yes.<tool_call>")
+
+
+def test_errors_name_the_fields_of_this_api(tool_api):
+    bomb = {"type": "object", "properties": {"a": {"type": "bomb"}}}
+    shown = {"type": "function_call_output", "call_id": "x", "output": [IMAGE]}
+    turn = {"role": "user", "content": [{"type": "input_text", "text": "x"}, IMAGE]}
+    form = {"type": "json_schema", "name": "x", "schema": bomb}
+    for fields, param in (
+        ({"input": "x" * 6000}, "input"),
+        (
+            {"instructions": "s", "input": [{"role": "user", "content": "a"}, turn]},
+            "input[1].content[1]",
+        ),
+        ({"instructions": "s", "input": [shown]}, "input[0].output[0]"),
+        ({"text": {"format": form}}, "text.format"),
+        (
+            {"tools": [{**TOOL, "parameters": bomb}], "tool_choice": "required"},
+            "tools[0].parameters",
+        ),
+    ):
+        error = tool_api.error(PATH, {"model": "tiny", "input": "hi", **fields})
+        assert error["param"] == param
+        assert "messages" not in error["message"] and "response_format" not in error["message"]
