@@ -24,7 +24,7 @@ class Launched:
 
 
 def on_hopper(monkeypatch, module, *kernels):
-    """Stand-ins of a module's kernels, on a device that can launch them early."""
+    """Fake kernels of a module, on a device with PDL."""
     monkeypatch.setattr(gpu, "supports_pdl", lambda device: True)
     stands = [Launched(getattr(module, name)) for name in kernels]
     for name, stand in zip(kernels, stands, strict=True):
@@ -33,8 +33,8 @@ def on_hopper(monkeypatch, module, *kernels):
 
 
 def as_if_pdl(monkeypatch):
-    """Interpreted kernels do what those do that are launched early: reading before they wait, too.
-    That they wait is not seen, nor what they ask for."""
+    """Interpreted kernels run as with PDL, including reads before they wait. Waits and prefetches
+    have no effect."""
     monkeypatch.setattr(gpu, "supports_pdl", lambda device: True)
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(tl.extra.cuda, name, lambda: None)

@@ -82,7 +82,7 @@ def scaled_sum_kernel(x, y, out, factor, n, BLOCK: tl.constexpr):  # type: ignor
 def scaled_sum(
     x: Tensor, y: Tensor, factor: float, make: Callable[..., Tensor] = gpu.empty
 ) -> Tensor:
-    """(x + y) * factor, by way of memory that is not the result's."""
+    """(x + y) * factor, with a temporary tensor."""
     n = x.numel()
     between, out = (make((n,), dtype=x.dtype, device=x.device) for _ in range(2))
     scaled_sum_kernel[(-(-n // 16),)](x, y, between, factor, n, 16)

@@ -24,7 +24,7 @@ SCRATCH = ("workspace",)
 ORDERED_BY_TORCH = ("fast_topk",)
 """Accepts every dtype that torch can sort."""
 COPIES = ("put_integers",)
-"""Goes from one device to another."""
+"""Ops that copy between devices."""
 CHECKED = [pytest.param(op, id=op.name) for op in all_ops() if op._check is not None]
 FREE = {
     "apply_logit_bias": "logits:0 logits:1",
@@ -86,7 +86,7 @@ def cases_with(op: Op[..., Any]) -> dict[str, dict[str, Any]]:
 
 
 def broken(op: Op[..., Any], change: Callable[[Tensor], Any]) -> Iterator[tuple[str, Arguments]]:
-    """Calls with one tensor changed, and which: each tensor in the first case that has it."""
+    """(call, name of the changed tensor): each tensor is changed in the first case with it."""
     for name, named in cases_with(op).items():
         yield name, Arguments((), {**named, name: change(named[name])})
 

@@ -184,13 +184,13 @@ def calls() -> dict[str, dict[str, Any]]:
 
 
 def hadamards() -> dict[str, dict[str, Any]]:
-    """Of every front of the Hadamard transforms."""
+    """Valid calls of the Hadamard fronts."""
     given = {"x": random(2, 100), "scale": 0.5}
     return {f"hadamard_transform_{order}n": given for order in (12, 20, 28, 40)}
 
 
 def marlins() -> dict[str, dict[str, Any]]:
-    """Of the products with weights in Marlin's layout."""
+    """Valid calls of the products with weights in Marlin's layout."""
     weight = torch.zeros(2, 1, 128, dtype=torch.int32)
     given = {"a": random(3, 16), "b_q_type": UINT4B8.id, "size_m": 3, "size_n": 64, "size_k": 16}
     given |= {"workspace": None, "is_k_full": True, "is_zp_float": False}

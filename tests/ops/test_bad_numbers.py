@@ -49,13 +49,13 @@ def whole(**change: Any) -> Any:
 
 
 def ragged(table: Tensor = TABLE, lengths: Tensor = LENGTHS, **options: Any) -> Any:
-    """`flash_attn_varlen_func` over the same pages."""
+    """`flash_attn_varlen_func` with the same pages."""
     caches, where = (f(6, 4, 2, 16), f(6, 4, 2, 16)), {"seqused_k": lengths, "page_table": table}
     return ops.flash_attn_varlen_func(f(3, 4, 16), *caches, ENDS, None, **where, **options)
 
 
 def uneven(ends: Tensor = ENDS, key_ends: Tensor = KEY_ENDS, **options: Any) -> Any:
-    """The same over keys without pages."""
+    """The same with unpaged keys."""
     given = (f(3, 4, 16), f(9, 2, 16), f(9, 2, 16), ends, key_ends)
     return ops.flash_attn_varlen_func(*given, **options)
 
@@ -76,7 +76,7 @@ def turn_and_store(*location: int, positions: Tensor = ENDS[:2], buffer: int = 5
 
 
 def transfer(src: Tensor, dst: Tensor) -> Any:
-    """Of items of 16 bytes, from 8 slots to 5, of 9 keys."""
+    """A transfer of 16-byte items from 8 slots to 5."""
     buffers = (f(8, 4), f(9, 4), f(8, 4), f(5, 4))
     return ops.transfer_kv_per_layer(*buffers, src, dst, 16)
 

@@ -33,7 +33,7 @@ def held():
 llm = LLM(dtype=sys.argv[1], max_num_seqs=4, max_model_len=2000, chunked_prefill_size=700)
 before = held()
 params = SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=2)
-# The last has more pages than are selected.
+# The last prompt has more pages than are selected.
 lengths = (1, 3, 40, 300, 1700)
 llm.generate([{"prompt_token_ids": list(range(n % 200)) + [n % 50] * (n - n % 200)}
               for n in lengths], params, use_tqdm=False)

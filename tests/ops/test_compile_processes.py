@@ -62,7 +62,7 @@ def test_kernels_are_found_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
         hits.append(cache_hit)
 
     monkeypatch.setattr(knobs.compilation, "listener", listen)
-    # A width that no other test has: this process has not compiled for it.
+    # A width that no other test has, so that this process has not compiled for it.
     x, weight = torch.ones(4, 1328, device="cuda"), torch.ones(1328, device="cuda")
     marker = tmp_path / "marker"
     compile_ahead(lambda: rmsnorm.using("triton")(x, weight, 1e-6), workers=4, marker=marker)

@@ -16,7 +16,7 @@ from cairn.train import sequence
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "ops"
 WHOLE = "2026-11-27-h100-ops.json"
-"""Of all ops; later ones are of some."""
+"""The record of all ops; later ones contain some ops."""
 RECORDS = sorted(
     path for path in (ROOT / "benchmarks" / "results").glob("*-ops.json") if path.name >= WHOLE
 )

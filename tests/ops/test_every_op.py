@@ -37,7 +37,7 @@ def smallest_of(arguments: Arguments) -> int:
 
 
 INTERPRETED_CASES = 2
-"""The interpreter takes seconds for what a device does in microseconds: it sees small cases."""
+"""Most cases per interpreted implementation, because the interpreter is slow."""
 OPCHECKED_CASES = 2
 """Most cases per op, because opcheck traces each several times."""
 FEW_CASES = 3
@@ -139,7 +139,7 @@ def test_kernel_agrees_with_definition_when_interpreted(
     smallest, *larger = sorted(accepted, key=size_of)[:INTERPRETED_CASES]
     for arguments in larger or [smallest]:
         check(op, name, arguments)
-    # PDL changes the order of a kernel's first instructions, whatever it is given.
+    # PDL changes the order of a kernel's first instructions, for any arguments.
     as_if_pdl(monkeypatch)
     check(op, name, smallest)
 
@@ -219,7 +219,7 @@ def test_traces(op: Op[..., Any]) -> None:
 def test_opcheck(op: Op[..., Any]) -> None:
     for number, arguments in enumerate(readable(op)[:OPCHECKED_CASES]):
         own, tensors = without_out(arguments), tensors_of(arguments)
-        # Only the shapes and dtypes of results depend on the case.
+        # For later cases check only shapes and dtypes of results.
         parts = FAKES if number else opchecks(*tensors)
         torch.library.opcheck(op.registered, own.args, own.kwargs, test_utils=parts)
         if op.registered_out is not None:

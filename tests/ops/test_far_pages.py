@@ -11,13 +11,14 @@ from cairn.ops.testing import Arguments, compare, runnable, tolerance_of
 from tests.ops.test_shapes import BF16, CASES, STEPS, Shape, kernels_of, step_of
 
 SHAPE = Shape(64, 8, 16, 16, BF16)
-"""A page's keys, and its summary keys, are 2^13 numbers."""
+"""A page's keys, and its summary keys, have 2^13 elements."""
 PAGES = (1 << 18) + 64
 POOLS = ("k_cache", "v_cache", "summary_key", "summary_bias", "key_pool", "bias_pool")
 
 
 def moved(op: Op, given: Arguments) -> Arguments:
-    """The same call with its pages at the end of pools of PAGES pages, all others being NaN."""
+    """The same call with its pages at the end of pools of PAGES pages, whose other pages are
+    NaN."""
     named = given.named(list(op.__signature__.parameters))
     shift = PAGES - next(named[name].shape[0] for name in POOLS if named.get(name) is not None)
     for name, value in named.items():

@@ -96,7 +96,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """By a kernel that reads its weight before it waits."""
+    """A product by a kernel that reads its weight early."""
     return linear.using("triton_few")(x, weight)
 
 

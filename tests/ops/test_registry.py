@@ -201,7 +201,7 @@ def test_torch_sees_a_registered_op(scale: Op[..., Tensor], fill: Op[..., None])
 
 def test_stated_fake_replaces_the_definition() -> None:
     def toy_count(input: Tensor) -> Tensor:
-        """A definition that reads its data."""
+        """A definition whose output shape depends on data."""
         return input.new_full((4,), float(input.sum().item()))
 
     made = op(toy_count)
@@ -415,7 +415,7 @@ def test_an_eager_call_costs_little_more_than_to_bind_its_arguments() -> None:
     """At most 1.5 times `Signature.bind`, measured in turns: other processes slow down both."""
 
     def toy_identity(input: Tensor) -> Tensor:
-        """Nothing; only timed, never compiled."""
+        """Returns its argument; only timed, never compiled."""
         return input
 
     made, bind, x = op(toy_identity), inspect.signature(toy_identity).bind, torch.ones(1)

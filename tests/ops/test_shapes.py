@@ -22,7 +22,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one model's attention: head width, KV heads, query heads of each, slots of a page."""
+    """Attention geometry of a model: head dim, KV heads, group size, page size."""
 
     dim: int
     kv_heads: int
@@ -55,7 +55,7 @@ SHAPES = [
     Shape(256, 1, 16, 16, F16),
 ]
 STEPS = {"decode": (1, 2, 0, 1), "prefill": (290, 1, 0, 17)}
-"""Tokens that each of four rows runs: few kernels and many kernels."""
+"""Tokens of each of four rows: for the kernels for few tokens and for many."""
 
 
 @dataclass(frozen=True)

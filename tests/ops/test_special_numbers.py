@@ -26,7 +26,7 @@ SPECIAL = (math.nan, math.inf, -math.inf)
 
 
 def spoilt(op: Op[..., Any], device: str) -> Iterator[tuple[str, Arguments]]:
-    """The smallest plain case with a NaN and two infinities in each of its float32 tensors."""
+    """The smallest case, with a NaN and two infinities in one of its float32 tensors."""
 
     def plain(case: Arguments) -> bool:
         known = (torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -46,7 +46,7 @@ def spoilt(op: Op[..., Any], device: str) -> Iterator[tuple[str, Arguments]]:
 
 
 def outcome(op: Op[..., Any], name: str, given: Arguments) -> dict[str, Tensor]:
-    """Results and changed arguments; 8-bit numbers as float32, which compare."""
+    """Results and changed arguments, with float8 converted to float32 for comparison."""
     after, results = run(op, name, given)
     found = {f"result {place}": x for place, x in enumerate(results)}
     found |= {name: after.kwargs[name] for name in op.mutates if after.kwargs[name] is not None}

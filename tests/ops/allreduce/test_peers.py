@@ -25,7 +25,7 @@ store = join_store("127.0.0.1", port)
 device = torch.device("cuda", rank)
 torch.cuda.set_device(device)
 if rank == 0:
-    # torch numbers what a process exchanges: an earlier group must not disturb this one.
+    # torch numbers a process's exchanges; an earlier group must not disturb this one.
     alone = hold_store()
     backend = group_of(alone, 0, 1, device).backend
     assert PeerSums.of(dist.PrefixStore("sums", alone), backend, 0, 1, device) is not None

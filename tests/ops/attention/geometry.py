@@ -42,7 +42,7 @@ STEPS = ("decode", "prefill", "mixed")
 
 
 def draw(seed: int, step: str, dtype: torch.dtype = torch.float32) -> Geometry:
-    """A geometry with everything random; huge values lie in landmark slots."""
+    """A random geometry, with huge values in landmark slots."""
     g = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
@@ -89,7 +89,8 @@ def enlarge_landmarks(case: Geometry, value: float = 1e30) -> None:
 def softmax_attention(
     q: Tensor, keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor, scale: float
 ):
-    """One query [d] over lists of [d], float64: (o [d], lse), in numpy and nothing shared."""
+    """Attention of one query [d] to lists of [d] in numpy float64: (o [d], lse); independent of the
+    library."""
     if len(keys) == 0:
         return torch.zeros(q.shape[0]).double(), torch.tensor(-torch.inf, dtype=torch.float64)
     logits = scale * (_lines(keys) @ q.double().numpy())

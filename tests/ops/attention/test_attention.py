@@ -17,7 +17,7 @@ from tests.ops.attention.geometry import (
 
 DTYPES = (torch.float32, torch.bfloat16)
 ORDERS = [(1, 0, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)]
-"""How a cache's pages, heads, slots and numbers may lie: other than in this order."""
+"""Permutations of a cache's dims in memory (pages, heads, slots, elements)."""
 DENSE = ("reference", "numba", "tiled")
 WINDOW = ("reference", "numba", "tiled")
 

@@ -18,7 +18,7 @@ LENGTHS = (37, 0, 1, 64, 5)
 
 
 def drawn(dtype: torch.dtype, size: int, heads: int = 3) -> tuple[Tensor, ...]:
-    """q_nope, q_pe, cache, seq_lens, page_table; NaN in every slot that no sequence owns."""
+    """q_nope, q_pe, cache, seq_lens, page_table; NaN in slots without an owner."""
     g = torch.Generator().manual_seed(size)
     pages = -(-max(LENGTHS) // size)
     table = torch.randperm(len(LENGTHS) * pages + 1, generator=g)[:-1].view(len(LENGTHS), pages)

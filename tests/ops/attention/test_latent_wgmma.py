@@ -120,8 +120,8 @@ def test_one_slot_that_outweighs_all_others_is_as_it_is(
     q.zero_()
     pe.zero_()
     pe[..., 0] = torch.linspace(1, 1.25, 128).to(pe)
-    # Powers of two that slots weigh, as logits: the first block says what weights are relative to,
-    # and the largest is less above it than has sums scaled.
+    # Base-2 logits of slots: the first block sets the reference, and the maximum exceeds it by less
+    # than the threshold of rescaling.
     logits = torch.full((table.shape[1], 64), -40.0, device="cuda")
     logits[0, 7], logits[3, 5] = 0.0, 6.25
     cache[table[0].long(), :, LATENT] = logits.to(dtype)

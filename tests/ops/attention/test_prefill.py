@@ -31,7 +31,7 @@ def chunk(
 
 @pytest.fixture
 def small(tuned: Tuned) -> None:
-    """Calls of any size."""
+    """Within the block, the kernel accepts calls of any size."""
     tuned(TUNING, tma_min_flops=0)
     tuned(FLASH_ATTN_TUNING, wgmma_full=0)
 

@@ -75,7 +75,7 @@ def test_no_splits_fill_fewer_waves_or_more_of_them(wave, most):
         ({"tokens": 8, "kv_heads": 2, "width": 64, "context": 131072}, 16),
         ({"tokens": 1, "kv_heads": 2, "width": 64, "context": 131072}, 128),
         ({"tokens": 1, "kv_heads": 32, "width": 128, "context": 131072}, 4),
-        # Few blocks, and one more where a token begins within one.
+        # Few blocks, plus one where a window begins within a block.
         ({"tokens": 1, "kv_heads": 2, "width": 64, "context": 128}, 3),
         # Less is on the way to each program.
         ({"tokens": 1, "kv_heads": 32, "width": 256, "context": 131072}, 12),

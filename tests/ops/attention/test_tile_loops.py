@@ -18,7 +18,7 @@ KINDS = [(False, False), (True, False), (True, True)]
 def step(
     make: Make, group: int, size: int, dim: int, window: int, kind: tuple[bool, bool]
 ) -> Arguments:
-    """Rows of several lengths, the last tokens of each; NaN in all slots that nobody wrote."""
+    """Last tokens of rows of several lengths; NaN in unwritten slots."""
     lengths, counts = (5 * size + 7, 3, 2 * size, size - 1), (150, 3, 1, 40)
     paged = make.paged(lengths, 2, size, dim, dtype=torch.bfloat16)
     row, slot, _ = paged.queries(counts)
@@ -79,7 +79,7 @@ def test_scales_that_turn_the_order_are_left_to_others(scale: float) -> None:
 
 
 def test_torchs_products_stay_right_after_amx_loops() -> None:
-    """Its library keeps shapes of tiles in a thread, and loads them only when they change."""
+    """oneDNN caches the AMX tile configuration per thread and reloads it only when it changes."""
     make = Make(seed=4)
     arguments = step(make, 4, 64, 64, 100, (True, True))
     for rows, width in ((48, 96), (1000, 512), (17, 40)):

@@ -35,7 +35,7 @@ def test_same_attention_whatever_the_splits(
     monkeypatch: pytest.MonkeyPatch,
     tuned: Tuned,
 ) -> None:
-    """Rows of one block and of many, tiles of several rows, padding, tokens in any order."""
+    """Rows of one and of many blocks, tiles with several rows, padding, tokens in any order."""
     monkeypatch.setattr(launch, "_tile_splits", lambda *_: splits)
     tuned(TUNING, tile_blocks=least)
     for dtype in (torch.float32,) if device == "cpu" else (torch.float32, torch.bfloat16):
@@ -96,7 +96,7 @@ def test_a_chunk_far_behind_is_split_and_agrees() -> None:
         (512, 8192, 8),
         (1024, 8192, 4),
         (3000, 32768, 1),
-        # What is merged would take longer than it saves.
+        # The merge would take longer than splitting saves.
         (16, 0, 1),
         (128, 512, 1),
         (1024, 0, 1),

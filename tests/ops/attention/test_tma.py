@@ -103,7 +103,7 @@ def test_a_small_launch_takes_none() -> None:
 def test_devices_that_copy_blocks(
     capability: tuple[int, int], memory: int, able: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card for graphics has the engine, and no memory for what it would bring."""
+    """Consumer GPUs have TMA, but too little shared memory."""
     monkeypatch.setattr(gpu, "_capability", lambda index: capability)
     monkeypatch.setattr(gpu, "_shared_memory", lambda index: memory)
     assert gpu.supports_tma(torch.device("cuda", 0)) == able
@@ -123,7 +123,7 @@ def tables(monkeypatch: pytest.MonkeyPatch, device: str, tuned: Tuned) -> list[b
         return result
 
     tuned(TUNING, tma_min_flops=0)
-    # The package has the function by the module's name.
+    # The package's attribute of this name is the function, not the module.
     latents = import_module("cairn.ops.attention.cutlass_mla_decode")
     for module in (attention, flash, latents):
         monkeypatch.setattr(module, "lines_of", found)

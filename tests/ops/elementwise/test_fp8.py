@@ -19,7 +19,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def decoded(byte: int, exponent_bits: int, mantissa_bits: int) -> float:
-    """A positive byte by the format's definition."""
+    """Value of a positive byte, by the format's definition."""
     bias = (1 << (exponent_bits - 1)) - 1
     exponent, mantissa = byte >> mantissa_bits, byte & ((1 << mantissa_bits) - 1)
     if exponent == 0:
@@ -34,7 +34,7 @@ LEVELS = {
 
 
 def byte_of(number: float, kind: torch.dtype) -> int:
-    """The nearest finite number's byte, of two as near the even one."""
+    """Byte of the nearest finite value; ties to even."""
     sign, size = (0x80 if math.copysign(1, number) < 0 else 0), abs(number)
     levels = LEVELS[kind]
     above = min(bisect_left(levels, size), len(levels) - 1)
@@ -114,7 +114,7 @@ def test_a_negative_location_is_not_written(loc: list[int], device: str) -> None
     k, places = torch.ones(2, 1, 4, device=device), torch.tensor(loc, device=device)
     for name in runnable_on(downcast_op, device):
         memories = [torch.zeros(20, 1, 4, dtype=torch.uint8, device=device) for _ in range(2)]
-        # Rows in front of what is given, and behind it.
+        # Rows before and after the arguments.
         k_out, v_out = (memory[8:12] for memory in memories)
         downcast_op.using(name)(k, k, k_out, v_out, None, None, places, 1, 1)
         for memory in memories:

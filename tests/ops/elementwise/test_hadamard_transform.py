@@ -62,6 +62,6 @@ def test_long_rows_on_a_gpu(width: int, dtype: torch.dtype) -> None:
     x = torch.randn(5, width, device="cuda").to(dtype)
     scale = gpu.next_power_of_2(width) ** -0.5
     expected = op.using("reference")(x.float(), scale).to(dtype)
-    # Between its products a kernel of half precision has 16 bits of each number.
+    # Half-precision kernels round to 16 bits between the two products.
     eps, atol = torch.finfo(dtype).eps, 1e-5 if dtype == torch.float32 else 2.0**-15
     torch.testing.assert_close(op.using("triton")(x, scale), expected, rtol=eps + 1e-5, atol=atol)

@@ -33,12 +33,12 @@ def task(batch, kv_heads, width, context, dtype=HALF, *, tokens=1, paged=False):
         ((8, 2, 64, 131072), 3, 16),
         ((1, 2, 64, 131072), 3, 128),
         ((1, 32, 128, 131072), 3, 4),
-        # A split has two blocks at least.
+        # A split has at least two blocks.
         ((1, 2, 64, 512), 3, 4),
         ((1, 2, 64, 64), 3, 1),
-        # More calls than four waves.
+        # More programs than four waves.
         ((600, 2, 64, 8192), 3, 1),
-        # Less is on the way to each program.
+        # Each program has fewer bytes in flight.
         ((1, 32, 256, 131072), 2, 24),
         ((1, 32, 128, 131072, SINGLE), 2, 24),
         ((1, 32, 128, 131072, PACKED), 5, 24),
@@ -105,5 +105,5 @@ def test_decode_and_its_join_are_launched_early(tokens, pdl, monkeypatch):
     flash, join = on_hopper(monkeypatch, launch, "flash_kernel", "join_splits_kernel")
     launch.attend(task(1, 2, 64, 8192, tokens=tokens))
     assert (flash.pdl, join.pdl) == ([pdl], [pdl])
-    # They wait themselves for what is in front.
+    # Both kernels wait for the previous one.
     assert flash.given[0]["PDL"] == join.given[0]["PDL"] == pdl

@@ -22,7 +22,7 @@ pytestmark = [
     ),
 ]
 RAGGED = {"queries": (200, 0, 129, 1, 300), "keys": (200, 7, 500, 130, 64)}
-"""Queries with and without a past, of which some see nothing; one alone, none at all."""
+"""Sequences with and without earlier keys, queries that see no key, one query, and none."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_nan_of_one_sequence_does_not_reach_others() -> None:
     shape = {"queries": (300, 200), "keys": (300, 400), "heads": (2, 1), "widths": (64, 64)}
     given = drawn(Make("cuda"), torch.bfloat16, **shape, page=-1, right=0)
     wanted = run(flash_attention, "gluon", given)[0].args[3]
-    # Of the second sequence: the value of key 250, seen from query 50 on, and a query.
+    # In the second sequence: the value of key 250, visible from query 50 on, and a query.
     given.args[2][550] = torch.nan
     given.args[0][303] = torch.nan
     got = run(flash_attention, "gluon", given)[0].args[3]

@@ -12,7 +12,7 @@ from cairn.ops.gguf import blocks
 from cairn.ops.gguf.blocks import KINDS
 
 gguf = pytest.importorskip("gguf")
-# NumPy about infinite scales, which random bytes hold.
+# NumPy warns about infinite scales in random bytes.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:gguf")
 
 

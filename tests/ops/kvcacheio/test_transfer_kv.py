@@ -41,7 +41,7 @@ def interpreted() -> dict:
 
 @dataclass(frozen=True)
 class Slots:
-    """Layers of keys or values [LAYERS, SLOTS, HEADS, DIM], and what each layout makes of them."""
+    """Layers of keys or values [LAYERS, SLOTS, HEADS, DIM], in all layouts."""
 
     layers: Tensor
 
@@ -88,7 +88,7 @@ def same(got: Tensor | list[Tensor], wanted: Tensor | list[Tensor]) -> None:
 
 
 KINDS = [("lf", False), ("pf", False), ("ph", False), ("lf", True), ("pf", True)]
-"""Layouts, and whether a slot is one latent: that has no heads to lie apart, as in "ph"."""
+"""(layout, whether slots are latents, which have no heads and so no "ph" layout)."""
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])
@@ -219,7 +219,7 @@ def test_direct_pages(values: bool, device: str) -> None:
     )
     wanted = [x.after(s, read, write, [1, 2]) for x, s in zip(into, sources, strict=True)]
     same([layer.cpu() for layer in near], [layer for x in wanted for layer in x.lf()[1:]])
-    # All layers back into pages on the host.
+    # All layers back to pages on the host.
     far = [x.direct() for x in into]
     layers = [layer.to(device) for x in sources for layer in x.lf()]
     ops.transfer_kv_all_layer_direct_lf_pf(layers, far, read, write, PAGE)

@@ -112,7 +112,7 @@ def test_page_attention(seed, step, dtype, implementation):
 
 @pytest.mark.parametrize("topk", [1, 32])
 def test_page_attention_of_popular_and_rare_pages(topk):
-    # One page that everybody selects fills the largest tiles, the others the smallest.
+    # A page that all tokens select fills the largest tiles, the others the smallest.
     case = draw(3, "prefill")
     indices = selection(case, topk, 1)
     indices[..., 0] = 0

@@ -141,7 +141,7 @@ def test_windows_of_a_block_for_each_program_and_of_several(
 
 
 WHOLE_STEPS = [((1, 9, 150), 0), ((9,), 1), ((120, 90, 40, 7), 1)]
-"""Rows without pages and with them by either softmax, which is no matter of the counters."""
+"""Rows with and without selected pages, for both kinds of softmax."""
 
 
 @pytest.mark.skipif(not gpu.AVAILABLE, reason="needs Triton")

@@ -46,7 +46,7 @@ def step(
 
 
 def some(arguments: Arguments, tokens: Tensor) -> Arguments:
-    """The same step with these tokens alone."""
+    """The same step with only these tokens."""
     q, z, *pools, row, slot = arguments.args[:8]
     given = (q[tokens], z[tokens], *pools, row[tokens], slot[tokens], *arguments.args[8:])
     return Arguments(given, arguments.kwargs)

@@ -51,7 +51,7 @@ def drawn(
 
 @pytest.fixture
 def only_groups(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """However few pages there are, and no other kernel."""
+    """Within the block, this kernel runs for any number of pages."""
 
     def never(*args: Any) -> None:
         raise AssertionError

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not amx.AVAILABLE, reason="this CPU has no AMX f
 def step(
     make: Make, group: int, size: int, dim: int, tokens: int = 130, topk: int = 5
 ) -> Arguments:
-    """Tokens of two rows that select from 0 to `topk` of their pages; landmarks' keys are NaN."""
+    """Tokens of two rows that select 0 to `topk` pages; keys of landmarks are NaN."""
     paged = make.paged((9 * size + 3, 4 * size), 2, size, dim, dtype=torch.bfloat16)
     for cache in (paged.k_cache, paged.v_cache):
         cache[:, :, -1] = torch.nan

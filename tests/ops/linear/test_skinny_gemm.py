@@ -14,7 +14,7 @@ from cairn.ops.registry import Op
 from cairn.ops.testing import Make, compare
 
 SIZES = (
-    # Rows and columns that no program or power of two divides, beside some that they do.
+    # Rows and columns that are and are not multiples of tile sizes.
     *((3, 16, 1), (3, 17, 17), (4, 48, 15), (5, 96, 20), (8, 64, 16), (9, 100, 33), (16, 31, 9)),
     # Longer rows, more of them, and both with many tokens.
     *((6, 1040, 10), (16, 64, 1030), (13, 1030, 21)),

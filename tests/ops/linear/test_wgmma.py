@@ -103,8 +103,8 @@ def test_large_weights_use_wgmma(op: Op[..., object]) -> None:
 @on_hopper
 @every
 def test_the_same_every_time_and_in_any_company(op: Op[..., object], small: None) -> None:
-    """A token's numbers do not depend on those beside it, nor on how many these are up to the next
-    power of two; what is no number stays where it is."""
+    """A token's results do not depend on other tokens, nor on their number within a power of two;
+    NaN stays in its row."""
     torch.manual_seed(0)
     given = given_to(op, 30, 4096, 2048)
     torch.cuda.synchronize()
@@ -121,14 +121,14 @@ def test_the_same_every_time_and_in_any_company(op: Op[..., object], small: None
 
 
 def _numbers(result: tuple[Arguments, tuple[Tensor, ...]]) -> Tensor:
-    """All that a call gave and changed, [T, .]."""
+    """Results and changed arguments of a call, [T, .]."""
     own, outputs = result
     changed = [own.args[1]] if own.args[0].shape[0] == own.args[1].shape[0] else []
     return torch.cat([x.float() for x in (*changed, *outputs)], 1)
 
 
 def _some(op: Op[..., object], given: Arguments, tokens: slice) -> Arguments:
-    """The same of some tokens."""
+    """The same arguments for some of the tokens."""
     count = 2 if op in ADDING else 1
     return Arguments((*(x[tokens] for x in given.args[:count]), *given.args[count:]), {})
 
@@ -136,7 +136,7 @@ def _some(op: Op[..., object], given: Arguments, tokens: slice) -> Arguments:
 @pytest.mark.gpu
 @on_hopper
 def test_in_a_graph_behind_what_writes_its_input(small: None) -> None:
-    """Parts of the weight are on their way before the kernel in front is done; tokens are not."""
+    """The weight is prefetched before the previous kernel has finished; tokens are not."""
     torch.manual_seed(0)
     x, residual = drawn(48, 1024), drawn(48, 1024)
     up, down = drawn(2 * 2048, 1024, scale=1 / 32), drawn(1024, 2048, scale=1 / 64)

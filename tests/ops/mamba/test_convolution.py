@@ -54,7 +54,8 @@ def test_slots_of_others_stay_as_they_are() -> None:
     starts, slot = words(0, 2, 4, 5), words(-1, 2, -7)
     used = torch.ones(3, dtype=torch.bool)
     ops.causal_conv1d_fwd(x, weight, None, states, starts, slot, used, False, -1)
-    # The first is padding, the third has no slot; what is behind the last is nobody's.
+    # The first sequence is padding, the third has no slot; tokens after the last one belong to
+    # none.
     assert torch.equal(x[:, :2], given[:, :2]) and torch.equal(x[:, 5:], given[:, 5:])
     wanted = alone(given[:, 4:5], weight, None, silu=False)
     torch.testing.assert_close(x[:, 4:5].double(), wanted, rtol=1e-5, atol=1e-5)

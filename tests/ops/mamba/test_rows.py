@@ -143,7 +143,7 @@ def test_half_precision_at_full_size(length: int) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_rows_side_by_side_give_what_each_gives_alone(device: str) -> None:
-    """Bit by bit on a GPU, whose programs know one row; padding behind them gives 0."""
+    """Bitwise equal on a GPU, whose programs process one row; padding gives 0."""
     net, lengths = NETS[device], (1, 17, 64, 200, 3)
     total, dtype = sum(lengths), torch.float32
     layer = Layer(net, total + 5, device, dtype)

@@ -18,7 +18,7 @@ COUNTS = (3, 0, 130)
 
 
 def blocked(scales: Tensor) -> Tensor:
-    """Scales [M, S] uint8 in tiles, element by element."""
+    """Scales [M, S] uint8 in the tiled layout, element by element."""
     rows, columns = -(-scales.shape[0] // 128) * 128, -(-scales.shape[1] // 4) * 4
     out = torch.zeros(rows * columns, dtype=torch.uint8)
     for m in range(scales.shape[0]):

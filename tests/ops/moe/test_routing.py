@@ -143,7 +143,7 @@ def test_the_other_score_and_raw_weights() -> None:
 
 
 def test_the_gate_ranks_in_the_dtype_of_its_input() -> None:
-    # 0.5 and 0.5 + 2^-10 are one number when 1 is added in bfloat16: the lower index is first.
+    # 0.5 and 0.5 + 2^-10 become equal when 1 is added in bfloat16, so the lower index is first.
     half = torch.bfloat16
     gating = torch.tensor([[0.0, 0.015625]], dtype=half)
     bias = torch.ones(2, dtype=half)

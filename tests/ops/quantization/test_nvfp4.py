@@ -220,7 +220,7 @@ def test_groups(gated: bool, device: str) -> None:
 
 
 def test_gated_groups_have_the_codes_of_both_ops_one_after_the_other(device: str) -> None:
-    """Of numbers enough for some to be rounded otherwise than by the definition."""
+    """With enough elements that some are rounded differently from the definition."""
     g = torch.Generator().manual_seed(42)
     groups = 4 if device == "cpu" else 32
     x = torch.randn(groups, 100, 4096, generator=g).bfloat16().to(device)

@@ -24,7 +24,7 @@ from cairn.ops import (
 from tests.ops.sampling.variants import runnable_on
 
 E4M3 = torch.float8_e4m3fn
-# Every finite magnitude by its code, from the format's definition: 1-4-3, bias 7.
+# All finite magnitudes of e4m3 by code, from the format's definition (1-4-3, bias 7).
 MAGNITUDES = [
     Fraction(c & 7, 512) if c < 8 else Fraction(8 + (c & 7), 8) * Fraction(2) ** ((c >> 3) - 7)
     for c in range(127)
@@ -42,7 +42,7 @@ def nearest(x: Fraction) -> Fraction:
 
 
 def check_codes(x: Tensor, q: Tensor, scale: Tensor, what: str) -> None:
-    """At most 1 in 200 codes differs from the exact quotient's, and those by one step."""
+    """At most 1 in 200 codes differ from those of the exact quotient, by one step."""
     wrong = 0
     for value, got, s in zip(x.tolist(), q.float().tolist(), scale.tolist(), strict=True):
         wanted = nearest(Fraction(value) / Fraction(s)) if s else Fraction(0)
@@ -168,7 +168,7 @@ def test_exponents_share_words(groups: int, device: str) -> None:
             if col < groups:
                 wanted = math.ceil(math.log2(float(largest[row, col] / 448))) + 127
             assert byte == wanted, (name, row, col)
-        # Division by a power of two is exact: so is every code.
+        # Division by a power of two is exact, so all codes are exact.
         scale = 2.0 ** torch.ceil(torch.log2(largest / 448))
         scaled = x / scale.repeat_interleave(16, 1)
         for value, got in zip(scaled.flatten().tolist(), q.flatten().tolist(), strict=True):

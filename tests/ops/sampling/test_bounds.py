@@ -82,7 +82,7 @@ def test_bounds_are_reached_by_few_more_than_wanted(kind: str, wanted: int, devi
 
 
 def guessed(rows: Tensor, share: Tensor, floor: float = 2.0**-100) -> tuple[Tensor, Tensor]:
-    """The bounds of rows whose largest is 1."""
+    """Estimated bounds of rows whose maximum is 1."""
     device, count = rows.device, len(rows)
     spare = ((1.0 - share.double()) * rows.double().sum(1)).float()
     floors = torch.full((count,), floor, device=device).view(torch.int32)

@@ -50,7 +50,7 @@ def test_boundaries_between_chunks(device: str) -> None:
 
 @pytest.mark.parametrize(("laws", "k"), [(4, 4), (1, 24)])
 def test_each_of_the_top_k_is_drawn_and_no_other(laws: int, k: int, device: str) -> None:
-    # Nearly equal ones: each has one of these uniform numbers.
+    # Nearly equal probabilities: each token is drawn by one of these uniform numbers.
     torch.manual_seed(k)
     probs = torch.softmax(torch.randn(laws, 3000) * 1e-3, dim=-1)
     expected = probs.topk(k).indices.sort().values

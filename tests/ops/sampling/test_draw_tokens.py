@@ -199,7 +199,7 @@ def test_equal_logits_at_the_edges(device: str) -> None:
         ((1.0, 2, 0.75, 1.0), {1, 3, 4}),
         ((1.0, 0, 0.0, 0.0), {1}),
         ((1.0, 0, 1.0, 1.0), {1, 3, 4, 5}),
-        # So hot that all weights round to 1: the top 2 are all seven.
+        # A temperature so high that all weights round to 1: top 2 keeps all seven.
         ((1e30, 2, 1.0, 0.0), set(range(7))),
         ((1e30, 0, 0.3, 0.0), {0, 1, 2}),
     ]

@@ -60,7 +60,7 @@ def expect(
 def assert_filtered(
     op: Any, probs: Tensor, parameter: Tensor, keep: Any, only: str, device: str
 ) -> None:
-    """Every implementation that is not interpreted, or one by name."""
+    """Check all implementations that are not interpreted, or one by name."""
     expected = expect(probs, parameter, keep)
     names = [name for name in runnable_on(op, device) if not interpreted(name, device)]
     for name in [only] if only else names:

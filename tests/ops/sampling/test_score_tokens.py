@@ -80,7 +80,7 @@ def test_rows_of_a_wider_tensor_and_none(device: str) -> None:
 def test_a_row_is_scored_alike_among_others(device: str) -> None:
     logits = torch.randn(9, 5000, device=device) * 5
     tokens = torch.randint(0, 5000, (9,), device=device)
-    # The definition comes first: PyTorch sums as it sees fit.
+    # Skip the definition, whose order of summation is PyTorch's.
     for name in runnable_on(score_tokens, device)[1:]:
         score = score_tokens.using(name)
         together = score(logits, tokens)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     not gpu.INTERPRETED, reason="needs Triton, and a machine without CUDA"
 )
 NAN_OF_ONES = np.array(0x7FFFFFFF, np.int32).view(np.float32).item()
-"""The NaN that NVIDIA's devices make."""
+"""The canonical NaN of NVIDIA GPUs."""
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def test_any_k(kind: str, device: str) -> None:
 
 
 def test_a_sample_that_misses_the_largest(device: str) -> None:
-    """The bound is too low then: more is listed than one program holds, or less than k are."""
+    """The bound is then wrong: more candidates are listed than a program holds, or fewer than k."""
     torch.manual_seed(2)
     rows = torch.zeros(2, WIDTH)
     rows[:, 100:500] = torch.rand(2, 400) + 1

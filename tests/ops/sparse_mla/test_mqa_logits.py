@@ -45,7 +45,7 @@ def visible(logits: Tensor, context: Tensor) -> Tensor:
 
 
 def keys_of(paged: Paged, row: int, count: int) -> Tensor:
-    """The first keys of a row, side by side."""
+    """The first keys of a row, contiguous."""
     return paged.k_cache[paged.page_table[row].long(), 0].flatten(0, 1)[:count]
 
 

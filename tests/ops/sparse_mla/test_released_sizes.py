@@ -50,7 +50,7 @@ def apart(got: Tensor, wanted: Tensor) -> float:
 @pytest.mark.parametrize("preshuffled", [False, True])
 @pytest.mark.parametrize("heads", [64, 32, 16])
 def test_scores(heads: int, preshuffled: bool) -> None:
-    """Of tokens one by one and of chunks, through pages and side by side; and again, bit by bit."""
+    """Single tokens and chunks, paged and contiguous keys; repeated calls are bitwise equal."""
     rows, columns = 4, 40
     table = table_of(rows, columns)
     keys = drawn(rows * columns, SIZE, DIM, seed=1)
@@ -84,8 +84,8 @@ def test_scores(heads: int, preshuffled: bool) -> None:
 
 @pytest.mark.parametrize("heads", [128, 64, 16])
 def test_groups_of_warps(heads: int) -> None:
-    """Also of fewer tokens and heads than they are used for: split, and in tiles that heads do not
-    fill."""
+    """Also for fewer tokens and heads than the kernel is used for: split, and with partially filled
+    tiles."""
     with TUNING.replaced(group_heads=16, group_programs=1):
         test_attention(False, heads)
 
@@ -233,7 +233,7 @@ def test_far_cells_and_wide_lines() -> None:
 
 
 def test_float8_selections_are_near_exact_ones() -> None:
-    """Recall of what 16 thousand normal keys give with and without float8, rotated or not."""
+    """Recall of float8 selections from 16 thousand normal keys, with and without rotation."""
     count, tokens, heads = 16384, 32, 64
     k, q = drawn(count, DIM, seed=1), drawn(tokens, heads, DIM, seed=2)
     weights = drawn(tokens, heads, seed=3)
@@ -254,8 +254,8 @@ def test_float8_selections_are_near_exact_ones() -> None:
 @pytest.mark.parametrize("context", [4096, 65536])
 @pytest.mark.parametrize("form", ["bfloat16", "linear", "preshuffled"])
 def test_a_needle_far_behind_is_found(form: str, context: int) -> None:
-    """One key in thousands that a query asks for is selected wherever it is, and decides what
-    attention gives; all that is selected is what the definitions select."""
+    """A single matching key among thousands is selected at any position and dominates the
+    attention; the whole selection equals the definition's."""
     heads, columns = 32, context // SIZE
     table = table_of(1, columns)
     keys = drawn(columns, SIZE, DIM, seed=1)

@@ -29,7 +29,7 @@ class Case:
     def __init__(self, heads: int, device: str) -> None:
         g = torch.Generator().manual_seed(3)
         plain = torch.randn(PAGES * SIZE, LATENT + ROPE, generator=g)
-        # What nobody owns.
+        # Pages without an owner.
         plain[-SIZE:] = torch.nan
         small = records.quantize(*plain.split((LATENT, ROPE), dim=-1))
         self.lines = small.to(device)
@@ -52,7 +52,8 @@ class Case:
     def read(
         self, source: str, most: int = MOST, implementation: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(o, lse), of lists with room for so many; behind its length a list names nobody's."""
+        """(o, lse) for lists of this capacity; entries beyond the length point to unowned
+        records."""
         given = (self.ends, SCALE, LATENT)
         cells = torch.full((TOKENS, most), self.behind)
         cells[:, :MOST] = self.cells

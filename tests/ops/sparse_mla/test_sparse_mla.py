@@ -20,7 +20,7 @@ FEW = PAGES - 2
 
 
 def cache_of(device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Records of which the last two pages and the last slots of others are NaN."""
+    """Records; the last two pages and the last slots of other pages are NaN."""
     g = torch.Generator().manual_seed(0)
     cache = torch.randn(PAGES, SIZE, LATENT + ROPE, generator=g).to(dtype)
     cache[FEW:] = cache[:, -1] = math.nan
@@ -63,7 +63,7 @@ def counted(cells: Tensor, length: Tensor) -> list[list[int]]:
 
 
 def spoil(cells: Tensor, length: Tensor) -> None:
-    """Numbers that stand for no cell, and behind the length cells of NaN."""
+    """Insert invalid cells, and cells of NaN beyond the length."""
     column = torch.arange(cells.shape[1], device=cells.device)
     cells[column >= length[:, None]] = FEW * SIZE + 1
     wild = [-1, -(1 << 31), (1 << 31) - 1, PAGES * SIZE, -2]

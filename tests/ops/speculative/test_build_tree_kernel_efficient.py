@@ -141,7 +141,7 @@ def test_positions_may_lie_as_the_nodes_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_node_without_its_parent_has_no_links(name: str) -> None:
-    # Expansion 1 is of drafted token 7, which is not among the nodes; 9 // 2 is beyond the list.
+    # Expansion 1 has drafted token 7, which is not a node; 9 // 2 is beyond the list.
     search = Search([-1, 7, 0], [0, 2, 4, 9], [-1, 0, -1, 1, -1])
     mask, positions, _, next_token, next_sibling = build([search], [5], 2, 2, 1, name)
     assert next_token.tolist() == [[1, 3, -1, -1, -1]]

@@ -93,7 +93,7 @@ def test_path_and_final_token(seed: int, single: float, acc: float, name: str) -
 
 
 def test_emitted_tokens_follow_the_targets_distribution(device: str) -> None:
-    """Chi-square of the first token emitted, of three candidates or none of them."""
+    """Chi-square test of the first emitted token, with three candidates."""
     draws = 100_000 if device == "cuda" else 5_000
     law = torch.tensor([0.05, 0.3, 0.0, 0.15, 0.4, 0.1])
     forest = Forest([[[1, 2, 3], [], [], []]] * draws)
@@ -113,7 +113,7 @@ def test_emitted_tokens_follow_the_targets_distribution(device: str) -> None:
     chi = ((counts - expected) ** 2 / expected.clamp(min=1)).sum()
     # 4 degrees of freedom, p = 1e-4.
     assert chi < 23.5
-    # A candidate is taken by the root's coin alone.
+    # Only the root's coin decides which candidate is accepted.
     taken = torch.searchsorted(torch.tensor([0.4, 0.7, 0.85]), given[7].cpu()[:, 0].contiguous())
     assert torch.equal(given[2].cpu(), (taken < 3).int())
 

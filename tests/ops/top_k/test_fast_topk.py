@@ -226,7 +226,7 @@ def test_the_first_of_the_largest_numbers(width: int, kind: str, device: str) ->
         x[0] = torch.where(x[0] == 0, x[0], -0.0)
         x[1] = x[1].nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     for dtype in (torch.float32, torch.bfloat16):
-        # On the CPU: a GPU's sort of bfloat16 may put a NaN whose sign is set behind all.
+        # Sorted on the CPU: a GPU sorts negative NaN of bfloat16 last.
         ordered = x.to(dtype).sort(dim=1, descending=True, stable=True)
         given = x.to(device, dtype)
         for topk in (1, min(4, width)):

@@ -41,8 +41,8 @@ def awq(codes: np.ndarray) -> Tensor:
 
 
 def marlin(codes: np.ndarray, bits: int) -> Tensor:
-    """Marlin's weights [K, N], by the way it describes its tiles: four blocks of 16 x 16, each
-    thread of a warp with two pairs of rows in two columns of each."""
+    """Weights [K, N] in Marlin's layout: tiles of four 16 x 16 blocks, in each of which a thread of
+    a warp has two pairs of rows in two columns."""
     fragment = []
     for thread in range(32):
         column = thread // 4

@@ -31,7 +31,7 @@ def scales(groups: int = GROUPS) -> Tensor:
 
 
 def wide(values: np.ndarray | Tensor, groups: Tensor | None = None) -> Tensor:
-    """Of groups of rows, for each row."""
+    """Expand values per group to values per row."""
     by_group = torch.as_tensor(values).double()
     at = torch.arange(K) // (K // len(by_group)) if groups is None else groups.long()
     return by_group[at]
