@@ -59,7 +59,7 @@ if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             torch.cuda.synchronize(index)
             store = arrivals._store(index)
-            for memory in (*store._of_streams.values(), *store._kept):
+            for memory in (*store._of_streams.values(), *store._blocks):
                 left = memory.nonzero()
                 # Engines allocate theirs without gradients.
                 with torch.inference_mode():

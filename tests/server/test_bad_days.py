@@ -306,7 +306,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
         async def run():
             stream = await Stream(server.url, max_tokens=8000).begin()
             server.signal(signal.SIGTERM)
-            server.wait_for(lambda: "1 requests get 30 s" in server.out.read_text(), SLACK)
+            server.wait_for(lambda: "1 running requests have 30 s" in server.out.read_text(), SLACK)
             began = time.monotonic()
             server.signal(signal.SIGTERM)
             code = await asyncio.to_thread(server.wait_end)

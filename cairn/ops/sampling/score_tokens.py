@@ -83,7 +83,7 @@ def _(call: Call) -> tuple[Tensor, Tensor, Tensor]:
             programs=rows * chunks,
             CHUNK=CHUNK,
             CHUNKS=gpu.next_power_of_2(chunks),
-            STRIDE=STRIDE,
+            APART=STRIDE,
             PDL=pdl,
             num_warps=WARPS,
         )
