@@ -172,7 +172,7 @@ def test_torchrun_starts_a_server_of_two_ranks(tmp_path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
     command += ["cairn", "serve", str(children.MODEL), "-tp", "2", "--device", "cpu"]
-    command += ["--port", str(port), "--kv-cache-memory", "16MiB"]
+    command += ["--port", str(port), "--admin-port", "0", "--kv-cache-memory", "16MiB"]
     log = (tmp_path / "log").open("wb")
     process = subprocess.Popen(command, env=os.environ, stdout=log, stderr=log)
     try:
