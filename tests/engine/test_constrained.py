@@ -213,14 +213,17 @@ def test_a_mask_finds_its_token_behind_a_prompt_that_is_not_done(built: Built) -
     assert re.match("M[rs]\\. [A-Z][a-z]{2}", short.stream.output.text)
 
 
-def test_the_state_survives_a_retraction(built: Built, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    "overlapped", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["overlapped", "in turn"]
+)
+def test_the_state_survives_a_retraction(built: Built, overlapped: bool) -> None:
     wanted = [
         params(name, seed, max_tokens=110)
         for seed, name in enumerate([None, "json", "GBNF", "json", "json"])
     ]
     roomy = run(built, *wanted)
     tight = engine(pages="3MiB", rows=5)
-    tight.core.overlap = overlap
+    tight.core.overlap = overlapped
     live = [start(tight, f"{PROMPT}{i}", each) for i, each in enumerate(wanted)]
     finish(tight)
     retracted = [one for one in live if one.request.retractions]

@@ -127,21 +127,19 @@ def test_a_text_that_is_far_longer_than_its_messages_is_refused(renderer: Templa
         rendered(renderer, LONG, "100000000")
 
 
-def test_opening_starts_a_worker_or_says_why_not(
-    renderers: Callable[..., TemplateRenderer],
-) -> None:
-    before = worker_pids("template_worker")
-    asyncio.run(renderers().open())
-    assert len(worker_pids("template_worker") - before) == 1
+def test_a_worker_that_cannot_start_says_why(renderers: Callable[..., TemplateRenderer]) -> None:
     with pytest.raises(CairnError, match="template_worker cannot be started.*10485760 bytes"):
         asyncio.run(renderers(memory=10 << 20).open())
 
 
-def test_a_worker_that_was_killed_is_replaced(renderers: Callable[..., TemplateRenderer]) -> None:
+def test_opening_starts_a_worker_which_is_replaced_when_it_was_killed(
+    renderers: Callable[..., TemplateRenderer],
+) -> None:
     before = worker_pids("template_worker")
     renderer = renderers(workers=1)
-    assert rendered(renderer) == "user: hi"
+    asyncio.run(renderer.open())
     (first,) = worker_pids("template_worker") - before
+    assert rendered(renderer) == "user: hi"
     os.kill(first, signal.SIGKILL)
     assert rendered(renderer) == "user: hi"
     renderer.close()
@@ -151,7 +149,7 @@ def test_a_worker_that_was_killed_is_replaced(renderers: Callable[..., TemplateR
 def test_too_many_at_once_are_told_to_come_back(
     renderers: Callable[..., TemplateRenderer],
 ) -> None:
-    renderer = renderers(max_waiting=3)
+    renderer = renderers(workers=1, max_waiting=3)
 
     async def crowd() -> list[Any]:
         return await asyncio.gather(
