@@ -52,7 +52,7 @@ batch_options = stacked(*OPTIONS)
 
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @model_argument
 @batch_options
 @engine_options

@@ -43,7 +43,10 @@ shape_option = click.option(
 
 @click.group()
 def bench() -> None:
-    """Measure the engine or a server and append the records to a file."""
+    """Measure the speed of the engine, of ops or of a server.
+
+    Every command appends its results to a file of records.
+    """
 
 
 for _command in (serve, stall, soak):
@@ -64,7 +67,7 @@ for _command in (serve, stall, soak):
 def offline(
     model: Path | None, shape: str | None, kind: str | None, output: Path | None, **options: Any
 ) -> None:
-    """Measure the throughput of a batch of prompts that are submitted together."""
+    """Measure the throughput of a batch of prompts."""
     from cairn.bench.offline import OfflinePlan, run_offline
 
     subject = _subject(model, shape)
@@ -135,7 +138,7 @@ def latency(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Measure prefill and decode steps by context length and batch size.
+    """Measure steps by context length and batch size.
 
     The machine's memory bandwidth and GEMM rate are measured in the same run. Each result is shown
     with its share of the roofline that follows from them.
@@ -241,7 +244,9 @@ def speculation(
 @json_option
 @records_option
 def ops(names: tuple[str, ...], as_json: bool, output: Path | None, **options: Any) -> None:
-    """Measure the given ops, or all, at several sizes, and compare them with other libraries.
+    """Measure ops and compare them with other libraries.
+
+    Without arguments all ops are measured, each at several sizes.
 
     The machine's memory bandwidth and GEMM rate are measured in the same run. Each op is shown with
     its share of the roofline, of the bandwidth of a large copy and of a copy of equal size, and

@@ -129,10 +129,11 @@ server_options = stacked(*SERVER)
 )
 @server_options
 def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """Measure throughput and latencies of an OpenAI-compatible server.
+    """Measure throughput and latency of a server.
 
-    Latencies are measured by the client: TTFT (time to first token), TPOT (time per output token
-    after the first), ITL (time between two events of the stream) and E2E (the whole request).
+    Works with OpenAI-compatible servers. The client measures TTFT (time to first token), TPOT (time
+    per output token after the first), ITL (time between two events of the stream) and E2E (the
+    whole request).
     """
     from cairn.bench.chart import require_matplotlib
     from cairn.bench.serve.chart import serve_chart
@@ -181,7 +182,7 @@ def serve(as_json: bool, output: Path | None, chart: Path | None, **options: Any
 )
 @server_options
 def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """Measure how a long prompt and running streams slow each other down.
+    """Measure a long prompt next to running streams.
 
     A long prompt is prefilled alone, then one arrives while streams decode, then one is prefilled
     alone again. The faster of the two prefills without streams is the baseline.
@@ -255,7 +256,9 @@ def stall(as_json: bool, output: Path | None, chart: Path | None, **options: Any
 )
 @server_options
 def soak(as_json: bool, output: Path | None, chart: Path | None, **options: Any) -> None:
-    """Load a server for a long time and measure memory growth, open descriptors and leaked pages.
+    """Load a server for a long time and look for leaks.
+
+    Measures the growth of memory, open descriptors and pages.
 
     The load mixes short chats, long prompts, shared prefixes, n > 1 and stop strings, with and
     without streaming. Some clients disconnect early.

@@ -36,10 +36,10 @@ from cairn.cli.options import (
 )
 @engine_options
 def demo(model: Path | None, tokens: int, questions: int, needle_seed: int, **options: Any) -> None:
-    """Hide facts in a long document, ask MODEL for them, and show time and memory.
+    """Ask MODEL for facts hidden in a long document.
 
-    The document consists of the sources of Python's standard library. The exit code is 0 if every
-    answer is right.
+    The document consists of the sources of Python's standard library. Shows the answers, times and
+    memory. The exit code is 0 if every answer is right.
     """
     from cairn.demo.run import run_demo
 

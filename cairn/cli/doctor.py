@@ -21,7 +21,10 @@ GIB = 1 << 30
 @model_argument
 @json_option
 def doctor(model: Path | None, as_json: bool) -> None:
-    """Show this machine, the versions, and the automatic choices for MODEL with their reasons."""
+    """Show the machine and the automatic choices for MODEL.
+
+    Also shows the versions of libraries, and the reason of each choice.
+    """
     from cairn.bench.machine import describe_machine
     from cairn.config import EngineOptions, resolve
     from cairn.engine.build import native_bf16, this_machine

@@ -37,7 +37,10 @@ if TYPE_CHECKING:
 
 @click.group("eval")
 def evaluate() -> None:
-    """Evaluate a model on long contexts and append the records to a file."""
+    """Evaluate a model on long contexts.
+
+    Every command appends its results to a file of records.
+    """
 
 
 @evaluate.command()
@@ -99,7 +102,9 @@ def evaluate() -> None:
 def needle(
     model: Path | None, as_json: bool, output: Path | None, chart: Path | None, **options: Any
 ) -> None:
-    """Hide facts (needles) in documents, ask for them, and count exact answers by length and depth.
+    """Ask for facts (needles) hidden in documents.
+
+    Reports the share of exact answers by length and depth.
 
     Tasks: single (one fact in a document), multi (many facts, one of them asked for), tracking (a
     chain of three variables).
@@ -161,7 +166,7 @@ def needle(
 @result_options
 @engine_options
 def ruler(model: Path | None, as_json: bool, output: Path | None, **options: Any) -> None:
-    """Run the tasks of RULER that need no external data, on generated texts.
+    """Run RULER's tasks that need no external data.
 
     The tasks are retrieval of needles (niah_*), variable tracking (vt), common words (cwe) and
     frequent words (fwe). The score is that of the paper (arXiv 2404.06654): the share of the right
@@ -206,7 +211,7 @@ def ruler(model: Path | None, as_json: bool, output: Path | None, **options: Any
 def ppl(
     model: Path | None, as_json: bool, output: Path | None, chart: Path | None, **options: Any
 ) -> None:
-    """Measure bits per byte and perplexity of the same tokens with increasing context.
+    """Measure perplexity and bits per byte by context length.
 
     All lengths predict the same last tokens of a text. The shortest length is the baseline.
     """

@@ -23,9 +23,10 @@ from cairn.obs.units import readable
 @json_option
 @engine_options
 def inspect(model: Path | None, as_json: bool, **options: Any) -> None:
-    """Show MODEL's geometry, its memory per token and page, and how many tokens fit this machine.
+    """Show MODEL's geometry and its memory on this machine.
 
-    Engine options have the effect that they have in the engine. No weights are loaded.
+    Reports the memory per token and page, and how many tokens fit. Engine options have the effect
+    that they have in the engine. No weights are loaded.
     """
     from cairn.bench.inspection import inspection
 

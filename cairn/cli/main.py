@@ -38,7 +38,7 @@ INTERRUPTED = 128 + signal.SIGINT
 @click.option(
     "--log-level",
     type=click.Choice(log.LEVELS),
-    help="Least level of the log on stderr.  [default: CAIRN_LOG, or warning]",
+    help="Minimum level of the log on stderr.  [default: CAIRN_LOG, or warning]",
 )
 def cairn(log_level: str | None) -> None:
     """Serve language models over very long contexts.

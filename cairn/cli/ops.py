@@ -31,7 +31,7 @@ REMEDY = "Give a file that `cairn bench ops` has written"
     help="Records of `cairn bench ops` to include in the pages; repeatable, later files override.",
 )
 def ops(as_json: bool, docs: Path | None, measured: tuple[Path, ...]) -> None:
-    """List every op with its implementations, and the one that each device runs.
+    """List the ops and the implementations that devices run.
 
     CAIRN_OPS=reference runs the definitions of all ops; CAIRN_OPS=NAME=IMPLEMENTATION forces one.
     """

@@ -13,7 +13,7 @@ def ray() -> None:
 
 
 @ray.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def serve(file: Path) -> None:
     """Serve the model of FILE on Ray Serve, until SIGTERM or Ctrl-C.
 

@@ -57,7 +57,9 @@ def train(
     max_minutes: float | None,
     smoke: bool,
 ) -> None:
-    """Train a small landmark model on text with hidden facts and questions about them.
+    """Train a small landmark model.
+
+    The training data is text with hidden facts and questions about them.
 
     The output folder can be given as MODEL to every other command.
     """

@@ -64,6 +64,13 @@ def test_unknown_option_is_code_2(run):
     assert "--temperature" in err
 
 
+@pytest.mark.parametrize("command", [("batch",), ("ray", "serve")])
+def test_a_missing_file_is_code_2(run, command):
+    code, out, err = run(*command, "none.jsonl")
+    assert (code, out) == (2, "")
+    assert "'none.jsonl' does not exist" in err
+
+
 def test_unknown_log_level(run, monkeypatch):
     monkeypatch.setenv("CAIRN_LOG", "loud")
     code, _, err = run("ops")
