@@ -17,7 +17,7 @@ from cairn.attention.cuts import (
     alone,
     attend_in_parts,
     decode_cuts,
-    min_rows,
+    fewest_rows,
 )
 from tests.attention.steps import LANDMARK, PLAIN, backends_of, batch_of, rows_of
 
@@ -98,7 +98,7 @@ def test_parts_know_their_slots_of_each_row():
 )
 def test_how_many_are_alone(rows: int, slots: int, count: int):
     assert alone(rows, slots) == count
-    least = min_rows(count, slots)
+    least = fewest_rows(count, slots)
     assert least <= rows and alone(least, slots) == count
     assert least == 0 or alone(least - 1, slots) < count
 
