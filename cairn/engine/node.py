@@ -38,7 +38,7 @@ def serve_node(
         say: shows one line.
 
     Raises:
-        EngineDead: node 0 cannot be reached, refuses this node or is lost; a rank has ended.
+        EngineDead: node 0 cannot be reached or refuses this node; a rank has ended.
     """
     connection, welcome = join(nodes)
     here = welcome.ranks // nodes.count
@@ -75,7 +75,7 @@ def _pass_on(
                     send_frame(connection, Died(dead.message, dead.hint), nodes.secret)
                 raise dead
         if ended.is_set():
-            log.info("node 0 has ended")
+            log.warning("node 0 has ended, and this node with it")
             return
         if time.monotonic() - beaten > BEAT_SECONDS:
             beaten = time.monotonic()
