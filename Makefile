@@ -24,7 +24,7 @@ run: $(STAMP) ## read a long document on this machine and answer questions about
 # One thread a worker: two workers that both use every core wait for each other. Each takes a half of
 # the files, with the servers and engines that they share, and then what the other has left. Bytecode
 # is kept whatever the environment says: a hundred processes start.
-test: $(STAMP) ## the CPU suite: about 14 minutes on two cores, no GPU, nothing marked slow
+test: $(STAMP) ## the CPU suite: about 12 minutes on two cores, no GPU, nothing marked slow
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist=worksteal --timeout=300 --session-timeout=$(TEST_SECONDS) -m 'not slow and not gpu'
 
 # These use the python3 at hand, not the virtual environment: a GPU machine brings its own torch and

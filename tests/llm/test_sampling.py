@@ -244,7 +244,7 @@ def test_extreme_values_still_draw_tokens(token_llm, extreme):
     assert output.finish_reason in ("length", "stop")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 2.5])
 def test_draws_follow_the_distribution(token_llm, temperature):
     """Chi-square test of 600 samples of one token against softmax(logits / temperature)."""
     prompt = ids(8, 12)
