@@ -50,3 +50,6 @@ class Agent(Protocol):
         Raises:
             ReadFailed: the records could not be read.
         """
+
+    def forget(self, metadata: bytes) -> None:
+        """Release what is held of another agent, whose process may have ended."""

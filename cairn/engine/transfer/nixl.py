@@ -85,6 +85,9 @@ class NixlAgent:
         if state != "DONE":
             raise ReadFailed(f"a read by NIXL ended in the state {state}")
 
+    def forget(self, metadata: bytes) -> None:
+        """See `Agent`: no memory of others is held."""
+
     def _release(self, read: Any) -> None:
         """Raises ReadFailed where a read can neither be ended nor be waited for."""
         try:

@@ -3,6 +3,7 @@ memory is mapped by CUDA's inter-process handles."""
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 
 import msgspec
@@ -49,6 +50,7 @@ class PeerMemory:
         self._records = records
         self.metadata = msgspec.msgpack.encode([share(rows) for rows in records.rows])
         self._opened: OrderedDict[bytes, list[Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
         on_gpu = records.device.type == "cuda"
         self._stream = torch.cuda.Stream(records.device) if on_gpu else None
 
@@ -75,14 +77,20 @@ class PeerMemory:
         except (RuntimeError, msgspec.MsgspecError) as error:
             raise ReadFailed(f"the memory of the peer's GPU cannot be read: {error}") from error
 
+    def forget(self, metadata: bytes) -> None:
+        """See `Agent`. A mapping keeps the memory of a process that has ended."""
+        with self._lock:
+            self._opened.pop(metadata, None)
+
     def _rows_of(self, metadata: bytes) -> list[Tensor]:
-        if metadata not in self._opened:
-            given = msgspec.msgpack.decode(metadata, type=list[Shared])
-            self._opened[metadata] = [opened(each, self._records.device) for each in given]
-            if len(self._opened) > MAX_PEERS:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(metadata)
-        return self._opened[metadata]
+        with self._lock:
+            if metadata not in self._opened:
+                given = msgspec.msgpack.decode(metadata, type=list[Shared])
+                self._opened[metadata] = [opened(each, self._records.device) for each in given]
+                if len(self._opened) > MAX_PEERS:
+                    self._opened.popitem(last=False)
+            self._opened.move_to_end(metadata)
+            return self._opened[metadata]
 
 
 def _copy(rows: Tensor, slots: Ints, theirs: Tensor, sources: Ints) -> None:

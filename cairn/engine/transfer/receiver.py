@@ -86,6 +86,7 @@ class Receiver:
     ) -> None:
         self._records, self._identity, self._secret = records, identity, secret
         self._agent = agent
+        self._agents: dict[tuple[str, int], bytes] = {}
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="cairn-receiver")
 
     def trusts(self, host: str) -> bool:
@@ -100,9 +101,8 @@ class Receiver:
         return self._threads.submit(self._fetch, peer, wanted)
 
     def _fetch(self, peer: Peer, wanted: list[Wanted]) -> Fetched:
-        result = Fetched()
+        result, address = Fetched(), (peer.host, peer.port)
         try:
-            address = (peer.host, peer.port)
             with socket.create_connection(address, CONNECT_SECONDS) as connection:
                 connection.settimeout(STALL_SECONDS)
                 names = [
@@ -114,6 +114,7 @@ class Receiver:
                 send_frame(connection, ask, self._secret)
                 answer = receive_frame(connection, Answer, self._secret)
                 if answer.refused is None:
+                    self._meet(address, answer.agent)
                     self._receive(connection, wanted, answer, result)
                 else:
                     self._refused(answer, result)
@@ -123,7 +124,17 @@ class Receiver:
             result.failure, result.said = "timeout", "it does not answer"
         except OSError as error:
             result.failure, result.said = "connection", str(error)
+            self._meet(address, b"")
         return result
+
+    def _meet(self, address: tuple[str, int], agent: bytes) -> None:
+        """Note the metadata of the agent at an address, and have the one forgotten that was there
+        before; empty: there is none."""
+        before = self._agents.pop(address, b"")
+        if agent:
+            self._agents[address] = agent
+        if self._agent is not None and before and before != agent:
+            self._agent.forget(before)
 
     def _receive(
         self, connection: socket.socket, wanted: list[Wanted], answer: Answer, result: Fetched
