@@ -17,8 +17,7 @@ LOOPBACK = "127.0.0.1"
 START = timedelta(seconds=60)
 """Time limit for all ranks to join."""
 STEP = timedelta(seconds=600)
-"""Time limit of a collective: a rank may compile kernels before it."""
-
+"""Time limit of a collective: a rank may load weights or compile kernels before it."""
 
 ROUND = timedelta(seconds=60)
 """Time limit for engines that share experts to join a round."""
@@ -48,13 +47,16 @@ def group_of(
     Args:
         address: address of this host for other ranks.
         here: see `Group`.
-        limit: time limit of a collective on the CPU.
+        limit: time limit of a collective. The first one between GPUs connects them within START.
     """
     shared = dist.PrefixStore("group", store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = START
-        return Group(rank, size, dist.ProcessGroupNCCL(shared, rank, size, options), here)
+        group = Group(rank, size, dist.ProcessGroupNCCL(shared, rank, size, options), here)
+        group.least(0, device)
+        group.backend.set_timeout(limit)
+        return group
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = START
