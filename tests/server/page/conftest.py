@@ -18,8 +18,8 @@ FLAGS = [
 ]
 
 
-# Not of the session: Playwright's event loop, which runs as long, disturbs those of other tests.
-@pytest.fixture(scope="package")
+# Of a module: while Playwright's event loop runs, asyncio starts none and other tests would fail.
+@pytest.fixture(scope="module")
 def browser():
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine")
