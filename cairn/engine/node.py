@@ -51,7 +51,7 @@ def serve_node(
     ]
     device = torch.device(welcome.device)
     processes = [RankProcess(seat, nodes.host, welcome.store, device) for seat in seats]
-    say(f"node {nodes.number} of {nodes.count}: ranks {ranks.start} to {ranks.stop - 1}")
+    say(f"node {nodes.number} of {nodes.count}: ranks {', '.join(map(str, ranks))}")
     try:
         with _answering(health):
             _pass_on(nodes, connection, processes, stop)

@@ -114,7 +114,7 @@ class Receiver:
                 send_frame(connection, ask, self._secret)
                 answer = receive_frame(connection, Answer, self._secret)
                 if answer.refused is None:
-                    self._meet(address, answer.agent)
+                    self._note_agent(address, answer.agent)
                     self._receive(connection, wanted, answer, result)
                 else:
                     self._refused(answer, result)
@@ -124,12 +124,12 @@ class Receiver:
             result.failure, result.said = "timeout", "it does not answer"
         except OSError as error:
             result.failure, result.said = "connection", str(error)
-            self._meet(address, b"")
+            self._note_agent(address, b"")
         return result
 
-    def _meet(self, address: tuple[str, int], agent: bytes) -> None:
-        """Note the metadata of the agent at an address, and have the one forgotten that was there
-        before; empty: there is none."""
+    def _note_agent(self, address: tuple[str, int], agent: bytes) -> None:
+        """Note the metadata of the agent at an address, and forget an earlier agent there; empty:
+        there is no agent any more."""
         before = self._agents.pop(address, b"")
         if agent:
             self._agents[address] = agent
